@@ -209,8 +209,7 @@ def make_sales(files: Path, rng: Random) -> Json:
     _, best_region, best_quarter = max(cells)
     return {
         "net_revenue": {
-            region: {name: ledger.net[region][name] / 100 for name in ("Q1", "Q2", "Q3", "Q4")}
-            for region in REGIONS
+            region: {name: ledger.net[region][name] / 100 for name in ("Q1", "Q2", "Q3", "Q4")} for region in REGIONS
         },
         "refunded": ledger.refunded / 100,
         "best": {"region": best_region, "quarter": best_quarter},
@@ -407,9 +406,7 @@ def price_in_cents(list_cents: int, cost_cents: int, units: int, category: str, 
         return (list_cents * 60 * 2 + 100) // 200
     volume = 18 if units >= 200 else 12 if units >= 50 else 5 if units >= 10 else 0
     on_now = [
-        percent
-        for name, percent, first, last in PROMOTIONS
-        if name == category and first <= VALUATION_DAY <= last
+        percent for name, percent, first, last in PROMOTIONS if name == category and first <= VALUATION_DAY <= last
     ]
     scaled = list_cents * (100 - volume) * (100 - max(on_now, default=0))
     return max((scaled * 2 + 10000) // 20000, cost_cents)

@@ -145,19 +145,14 @@ CARELESS: list[tuple[str, str, dict[str, str]]] = [
     (
         "sales-by-region",
         "books refunds to the quarter of the refund",
-        {
-            'net[cell(sales[refund["refund_of"]])]': (
-                'net[cell(sales[refund["refund_of"]])[0], cell(refund)[1]]'
-            )
-        },
+        {'net[cell(sales[refund["refund_of"]])]': ('net[cell(sales[refund["refund_of"]])[0], cell(refund)[1]]')},
     ),
     (
         "sales-by-region",
         "books refunds to the region of the refund",
         {
             'net[cell(sales[refund["refund_of"]])]': (
-                'net[cell(refund)[0] or cell(sales[refund["refund_of"]])[0], '
-                'cell(sales[refund["refund_of"]])[1]]'
+                'net[cell(refund)[0] or cell(sales[refund["refund_of"]])[0], cell(sales[refund["refund_of"]])[1]]'
             )
         },
     ),
