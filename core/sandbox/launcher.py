@@ -40,7 +40,8 @@ DOOR_HOST, DOOR_PORT = "127.0.0.1", 4141
 MESSAGE_BYTES = 1 << 20
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
-MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 4096, 16384, 1 << 18, 2, 4
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+MS_RELATIME, ST_RELATIME = 1 << 21, 4096
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
@@ -58,6 +59,13 @@ def bind(descriptor: int, target: str) -> None:
     call("mount", f"/proc/self/fd/{descriptor}".encode(), target.encode(), None, MS_BIND | MS_REC, None)
 
 
+def make_read_only(target: str) -> None:
+    """A remount must repeat the mount's other flags, which nobody but root may clear."""
+    flags = os.statvfs(target).f_flag
+    flags = flags & ~ST_RELATIME | (MS_RELATIME if flags & ST_RELATIME else 0)
+    call("mount", None, target.encode(), None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags, None)
+
+
 def unshare(flags: int) -> None:
     """New namespaces. Without root they need a user namespace first, which maps nobody but the caller.
 
@@ -73,10 +81,10 @@ def unshare(flags: int) -> None:
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
 
 
-def stage(sources: dict[str, str], masks: list[str]) -> None:
+def stage(sources: dict[str, str], writable: list[str], masks: list[str]) -> None:
     """Mounts each host path of `sources` (target below STAGE → host path) on a tmpfs at STAGE.
 
-    `masks` are directories below STAGE that become empty.
+    All but the targets in `writable` become read-only. `masks` are directories below STAGE that become empty.
     """
     held = {target: os.open(source, os.O_PATH) for target, source in sources.items()}
     call("mount", b"tmpfs", STAGE.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0755,size=1m")
@@ -89,6 +97,9 @@ def stage(sources: dict[str, str], masks: list[str]) -> None:
             place.touch()
         bind(descriptor, str(place))
         os.close(descriptor)
+        # bwrap runs from here and stays open to the sandbox as /proc/1/exe: an unprivileged server's own file.
+        if target not in writable:
+            make_read_only(str(place))
     for mask in masks:
         call("mount", b"tmpfs", f"{STAGE}/{mask}".encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0755,size=0")
 
@@ -283,7 +294,7 @@ def main() -> None:
     try:
         unshare(CLONE_NEWNS)
         call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-        stage(plan["sources"], plan["masks"])
+        stage(plan["sources"], plan["writable"], plan["masks"])
     except OSError as error:
         control.send(json.dumps({"event": "refused", "message": str(error), "errno": error.errno}).encode())
         return
