@@ -302,7 +302,7 @@ class BubblewrapBackend:
             sandbox.door = socket.socket(fileno=descriptors[0])
             sandbox.door.setblocking(False)
         elif report["event"] == "started":
-            sandbox.under_way(report["pid"])
+            sandbox.under_way(report["namespace"])
         elif report["event"] == "failed":
             sandbox.failed(report["message"])
         elif report["event"] == "exit":
@@ -338,11 +338,11 @@ class BubblewrapSandbox:
         self.watchdog: asyncio.Task[None] | None = None
         self.exceeded = False
 
-    def under_way(self, pid: int) -> None:
+    def under_way(self, namespace: str) -> None:
         if not self.started.done():
             self.started.set_result(None)
         if not self.groups:
-            self.watchdog = asyncio.create_task(watch_memory(pid, self.limits.memory, self.on_exceeded))
+            self.watchdog = asyncio.create_task(watch_memory(namespace, self.limits.memory, self.on_exceeded))
 
     def on_exceeded(self) -> None:
         self.exceeded = True

@@ -6,8 +6,10 @@ brings its stdin, stdout and stderr and a file of bwrap's options (in argv the s
 sandbox's own network namespace before anything ran in there.
 
 Invariants:
-- Nothing started here outlives the launcher, and the launcher does not outlive Core: end of file on the socket
-  kills every sandbox, and a dead launcher takes them along through PR_SET_PDEATHSIG.
+- Nothing started here outlives the launcher, and the launcher does not outlive Core. It is the first process of a
+  PID namespace, so the kernel kills all in there with it; it ends at end of file on the socket, and by
+  PR_SET_PDEATHSIG. (The sandboxes' own PR_SET_PDEATHSIG would not do: an agent may trace the first process of its
+  sandbox and clear it.)
 - An exit is reported only when the whole process tree of the sandbox is gone: when bwrap and the first process of
   the PID namespace are, whose end the kernel delays until it has killed all others.
 - What a sandbox may mount is staged once, by descriptor, in a private mount namespace. So binaries below a home
@@ -39,10 +41,11 @@ STAGE = "/tmp"  # covered by a tmpfs in the launcher's own mount namespace only
 DOOR_HOST, DOOR_PORT = "127.0.0.1", 4141
 MESSAGE_BYTES = 1 << 20
 
-CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MS_RELATIME, ST_RELATIME = 1 << 21, 4096
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -125,16 +128,23 @@ def limit(name: str, value: int) -> None:
     resource.setrlimit(kind, (value, value))
 
 
+def namespace_of(pid: int) -> str:
+    """The PID namespace of a process by its name, which is the same for all; empty when it is gone."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
+
+
 def become(request: dict[str, Any], control: socket.socket, handed: list[int], status: int) -> None:
     """In the forked child: confines itself step by step, then turns into bwrap. Never returns normally."""
-    parent = os.getppid()
     os.setsid()
     for path in request["cgroups"]:
         Path(path, "cgroup.procs").write_text("0")
     door = open_door()
     reply = {"id": request["id"], "event": "door"}
     socket.send_fds(control, [json.dumps(reply).encode()], [door.fileno()])
-    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in (*handed, status)]
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in (*handed, status)]
     for number, descriptor in enumerate(high):
         os.dup2(descriptor, number)
     os.closerange(STATUS_FD + 1, 1024)
@@ -144,9 +154,6 @@ def become(request: dict[str, Any], control: socket.socket, handed: list[int], s
         os.setresuid(request["uid"], request["uid"], request["uid"])
     for name, value in request["rlimits"].items():
         limit(name, value)
-    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise OSError(errno.ESRCH, "the launcher is gone")
     for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.umask(0o022)
@@ -183,7 +190,14 @@ class Launcher:
 
     def start(self, request: dict[str, Any], handed: list[int]) -> None:
         reading, writing = os.pipe()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # the host's limit of processes: this sandbox fails, the others live
+            for descriptor in (reading, writing, *handed):
+                os.close(descriptor)
+            self.send({"id": request["id"], "event": "failed", "message": str(error)})
+            self.send({"id": request["id"], "event": "exit", "code": -1})
+            return
         if pid == 0:
             try:
                 become(request, self.control, handed, writing)
@@ -210,7 +224,7 @@ class Launcher:
             report = json.loads(line)
             if "child-pid" in report:
                 child.first = report["child-pid"]
-                self.send({"id": child.name, "event": "started", "pid": child.first})
+                self.send({"id": child.name, "event": "started", "namespace": namespace_of(child.first)})
             elif "failed" in report:
                 self.send({"id": child.name, "event": "failed", "message": report["failed"]})
 
@@ -240,7 +254,7 @@ class Launcher:
                 self.send({"id": child.name, "event": "exit", "code": child.code})
 
     def gone(self, first: int) -> bool:
-        """bwrap may end before the namespace's first process does, which this subreaper then inherits."""
+        """bwrap may end before the namespace's first process does, which the launcher then inherits."""
         try:
             pid, _ = os.waitpid(first, os.WNOHANG)
         except ChildProcessError:
@@ -283,17 +297,28 @@ class Launcher:
                             self.read_status(child)
 
 
+def become_first(control: socket.socket) -> None:
+    """Goes on as the first process of a new PID namespace; the caller waits outside for its end."""
+    unshare(CLONE_NEWNS | CLONE_NEWPID)
+    pid = os.fork()
+    if pid != 0:
+        control.close()
+        _, status = os.waitpid(pid, 0)
+        os._exit(status != 0)
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+    call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+    call("mount", b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
+
+
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
-    call("prctl", PR_SET_CHILD_SUBREAPER, 1)
     plan = json.loads(control.recv(MESSAGE_BYTES))
     try:
-        unshare(CLONE_NEWNS)
-        call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+        become_first(control)
         stage(plan["sources"], plan["writable"], plan["masks"])
     except OSError as error:
         control.send(json.dumps({"event": "refused", "message": str(error), "errno": error.errno}).encode())
