@@ -2,8 +2,8 @@
 
 A sandbox holds: the host's programs (`/usr`, read-only, without source trees), a synthesised `/etc`, `/proc` and
 `/dev` of its own, a private `/tmp`, the harnesses under `/opt`, and the session's `/workspace` and home. It has a
-user id of its own, no capability, no further user namespaces, no network interface but `lo`, and on that loopback
-one listener: the door, accepted by Core from outside.
+user id of its own, no capability, no further user namespaces, no network interface but `lo`, a few system calls less
+(`seccomp.py`), and on that loopback one listener: the door, accepted by Core from outside.
 
 Not mounted, hence out of reach: the host's `/etc`, `/root`, `/home`, `/var`, `/run`, `/srv`, the data directory,
 the project, other sessions. Not covered: kernel bugs and side channels.
@@ -34,7 +34,8 @@ from core.sandbox import (
     SandboxFailed,
     SandboxUnavailable,
 )
-from core.sandbox.launcher import MESSAGE_BYTES, STAGE
+from core.sandbox import seccomp
+from core.sandbox.launcher import FILTER_FD, MESSAGE_BYTES, STAGE
 from core.sandbox.limits import Cgroups, watch_memory
 from core.sandbox.rooms import make_room, remove_room
 
@@ -255,7 +256,7 @@ class BubblewrapBackend:
         if not command.merge_stderr:
             err_reading, err_writing = os.pipe()
             sandbox.stderr = await read_pipe(err_reading)
-        handed = [stdin, out_writing, err_writing, options_file]
+        handed = [stdin, out_writing, err_writing, options_file, memory_file(seccomp.program() or b"")]
         try:
             self.send(
                 {
@@ -394,6 +395,8 @@ def fixed_options(interpreters: list[Path]) -> list[str]:
     options = ["--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     options += ["--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
     options += ["--uid", str(AGENT_UID), "--gid", str(AGENT_UID), "--hostname", "sandbox"]
+    if seccomp.program() is not None:
+        options += ["--seccomp", str(FILTER_FD)]
     options += ["--ro-bind", f"{STAGE}/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         host = Path("/", name)

@@ -1,8 +1,8 @@
 """The process that starts sandboxes: single-threaded, standard library only, forked from once per sandbox.
 
 Core talks to it over one SOCK_SEQPACKET socket. A request names the payload and
-brings its stdin, stdout and stderr and a file of bwrap's options (in argv the sandbox could read them from
-/proc/1/cmdline); the reply brings the listening socket of the door, which was opened on the loopback of the
+brings its stdin, stdout and stderr, a file of bwrap's options (in argv the sandbox could read them from
+/proc/1/cmdline) and a seccomp filter; the reply brings the listening socket of the door, which was opened on the loopback of the
 sandbox's own network namespace before anything ran in there.
 
 Invariants:
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OPTIONS_FD, STATUS_FD = 3, 4  # in the process that becomes bwrap
+OPTIONS_FD, FILTER_FD, STATUS_FD = 3, 4, 5  # in the process that becomes bwrap
 STAGE = "/tmp"  # covered by a tmpfs in the launcher's own mount namespace only
 DOOR_HOST, DOOR_PORT = "127.0.0.1", 4141
 MESSAGE_BYTES = 1 << 20
