@@ -3,7 +3,8 @@
 Core accepts the connections of the sandbox's own loopback from outside (`sandbox/launcher.py` opened the listener), so
 nothing of ours runs inside. A request passes when it is a POST to a model path of the session's protocol, in origin
 form, for the door's own host, with the session's placeholder key. The real key is put on here; redirects are not
-followed; bodies and streams pass through byte for byte. Anything else is refused unsent.
+followed; bodies and streams pass through byte for byte, but for the key if the endpoint repeats it. Anything else is
+refused unsent. Connections and the bytes held for them are bounded: the agent has all the time and wit to open more.
 
 Every call is recorded: status, tokens as the provider reported them, and what went wrong. `cause` turns the last
 failure into the error of a turn.
@@ -29,6 +30,9 @@ from core.sandbox.launcher import DOOR_HOST, DOOR_PORT
 from core.wire import Bundle
 
 BODY_BYTES = 32 << 20
+DOOR_BYTES = 2 * BODY_BYTES  # of request bodies held at a time, over all connections of a door
+MAX_CONNECTIONS = 64  # per door
+MASKED_KEY_BYTES = 12  # a shorter key is a placeholder ("EMPTY"), and such a word may stand in any answer
 KEPT_BYTES = 4 << 20  # of an answer, to find its usage and its error
 IDLE_SECONDS = 600.0
 CONNECT_SECONDS = 10.0
@@ -154,7 +158,7 @@ class Observer:
         """One SSE payload or a whole body. Anthropic reports input first and output last, so later values win."""
         try:
             value = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if not isinstance(value, dict):
             return
@@ -170,6 +174,25 @@ class Observer:
             self.call.error_message = str(error.get("message") or "")[:500]
 
 
+class Mask:
+    """Takes the key out of a stream of bytes, also where it is split over chunks."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.rest = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What may pass: all but an end that could be the beginning of the key."""
+        data = (self.rest + chunk).replace(self.key, b"[key]")
+        begun = (size for size in range(len(self.key) - 1, 0, -1) if data.endswith(self.key[:size]))
+        passing = len(data) - next(begun, 0)
+        self.rest = data[passing:]
+        return data[:passing]
+
+    def end(self) -> bytes:
+        return self.rest
+
+
 @dataclass
 class Door:
     """One session's door. `key` is the placeholder that the sandbox holds instead of the real key."""
@@ -178,6 +201,7 @@ class Door:
     client: httpx.AsyncClient
     key: str = field(default_factory=lambda: f"sandbox-{secrets.token_hex(16)}")
     calls: list[Call] = field(default_factory=list)
+    held: int = 0  # bytes of request bodies in memory
 
     def begin_turn(self) -> None:
         self.calls = []
@@ -195,6 +219,9 @@ class Door:
         tasks: set[asyncio.Task[None]] = set()
 
         def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if len(tasks) >= MAX_CONNECTIONS:
+                writer.transport.abort()
+                return
             task = asyncio.create_task(Connection(self, reader, writer).serve())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -285,17 +312,22 @@ class Connection:
         refused = self.door.refusal(request)
         if self.http.they_are_waiting_for_100_continue and not refused:
             await self.send(h11.InformationalResponse(status_code=100, headers=[]))
-        body = bytearray()
-        while isinstance(event := await self.event(), h11.Data):
-            body += event.data
-            if len(body) > BODY_BYTES:
-                refused, body = (413, f"A request is at most {BODY_BYTES} bytes."), bytearray()
+        body, size = bytearray(), 0
+        try:
+            while isinstance(event := await self.event(), h11.Data):
+                size += len(event.data)
+                if not refused:
+                    body += event.data
+                    self.door.held += len(event.data)
+                if size > BODY_BYTES or self.door.held > DOOR_BYTES:
+                    await self.answer_error(413, f"A request is at most {BODY_BYTES} bytes.")
+                    return False
+            if refused:
                 await self.answer_error(*refused)
-                return False
-        if refused:
-            await self.answer_error(*refused)
-        else:
-            await self.forward(request, bytes(body))
+            else:
+                await self.forward(request, bytes(body))
+        finally:
+            self.door.held -= len(body)
         return self.http.our_state is h11.DONE and self.http.their_state is h11.DONE
 
     async def send(self, event: Any) -> None:
@@ -349,21 +381,23 @@ class Connection:
         observer = Observer(self.door.bundle.protocol, call, kind.startswith("text/event-stream"))
         # A redirect would tell the sandbox another address and is of no use to it.
         status = 502 if 300 <= answer.status_code < 400 else answer.status_code
-        fields = [(name, value) for name, value in answer.headers.items() if name in PASSED_ANSWER_HEADERS]
+        masked = [(name, self.door.mask(value)) for name, value in answer.headers.items()]
+        fields = [(name, value) for name, value in masked if name in PASSED_ANSWER_HEADERS]
         await self.send(h11.Response(status_code=status, headers=[*fields, ("transfer-encoding", "chunked")]))
-        async for chunk in answer.aiter_raw():
-            observer.feed(chunk)
-            await self.send(h11.Data(data=self.clean(chunk, answer)))
+        key = self.door.bundle.api_key.encode()
+        mask = Mask(key) if status >= 400 or len(key) >= MASKED_KEY_BYTES else None
+        async for chunk in answer.aiter_bytes():
+            await self.pass_on(mask.feed(chunk) if mask else chunk, observer)
+        await self.pass_on(mask.end() if mask else b"", observer)
         observer.end()
         if answer.status_code >= 400:
             call.error_code = call.error_code or "error"
-            call.error_message = self.door.mask(call.error_message or "")
         await self.send(h11.EndOfMessage())
 
-    def clean(self, chunk: bytes, answer: httpx.Response) -> bytes:
-        """An endpoint that refuses may repeat the key it was sent: it is masked in error bodies."""
-        assert self.door.bundle is not None
-        return chunk.replace(self.door.bundle.api_key.encode(), b"[key]") if answer.status_code >= 400 else chunk
+    async def pass_on(self, chunk: bytes, observer: Observer) -> None:
+        if chunk:
+            observer.feed(chunk)
+            await self.send(h11.Data(data=chunk))
 
 
 def new_client() -> httpx.AsyncClient:
