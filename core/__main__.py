@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
+import uvloop
 
 from core.artifacts import Blobs
 from core.egress import new_client
@@ -108,15 +109,7 @@ async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
             blobs = Blobs(data / "blobs")
             sessions = Sessions(store, backend, blobs, harnesses, client, data, arguments.slots)
             sessions.recover()
-            server = uvicorn.Server(
-                uvicorn.Config(
-                    Api(sessions, key),
-                    log_level="warning",
-                    access_log=False,
-                    lifespan="off",
-                    timeout_graceful_shutdown=1,
-                )
-            )
+            server = uvicorn.Server(configuration(Api(sessions, key)))
             if arguments.exit_with_stdin:
                 watch_stdin(server)
             backend.on_lost = lambda: stop(server, "the sandbox launcher died")
@@ -126,6 +119,20 @@ async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
     finally:
         await backend.close()
         store.close()
+
+
+def configuration(app: Api) -> uvicorn.Config:
+    """Without what a private server has no use for: logs of each access, proxy headers, a server header."""
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
 
 
 def announce(listener: socket.socket, host: str, key: str) -> None:
@@ -156,6 +163,7 @@ def watch_stdin(server: uvicorn.Server) -> None:
 def main() -> int:
     arguments = parser().parse_args()
     logging.basicConfig(format="core: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    os.umask(0o022)  # sandboxes run under other user ids and must be able to read what is laid out for them
     # uvicorn stops on these signals and raises them again afterwards, when there is still something to clean up.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
@@ -166,7 +174,7 @@ def main() -> int:
         if arguments.slots < 1:
             raise Refused("--slots must be at least 1")
         with data_directory(arguments.data) as data:
-            asyncio.run(serve(arguments, data, key or secrets.token_urlsafe(32)))
+            uvloop.run(serve(arguments, data, key or secrets.token_urlsafe(32)))
     except (Refused, SandboxUnavailable, StoreUnavailable) as error:
         print(f"core: {error}", file=sys.stderr)
         return USAGE_ERROR

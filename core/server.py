@@ -38,6 +38,7 @@ from core.wire import (
 KEEPALIVE_SECONDS = 15.0
 EVENTS_PER_READ = 256
 KEY_HEADER_BYTES = 128
+SMALL_BYTES = 1 << 20
 PREFIX = "agent.session."
 log = logging.getLogger("core")
 
@@ -206,6 +207,8 @@ class Api:
             raise not_found()
         path = self.sessions.blobs.path(found[1])
         headers = {"Content-Disposition": "attachment"}
+        if found[0]["size_bytes"] <= SMALL_BYTES:  # a thread per small file costs more than its read
+            return Response(path.read_bytes(), media_type="application/octet-stream", headers=headers)
         return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
     async def retrieve_environment(self, request: Request, ids: list[str]) -> Response:

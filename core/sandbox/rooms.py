@@ -20,11 +20,11 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def make_room(path: Path, uid: int | None) -> Room:
     """Makes the directories of a session, owned by `uid` (None: by the server's own user)."""
     room = Room(path, uid)
-    for directory in (room.path, room.workspace, room.home):
-        directory.mkdir(exist_ok=True)
-        directory.chmod(0o755 if directory == room.workspace else 0o700)
-        if uid is not None:
-            os.chown(directory, uid, uid)
+    for directory, mode in ((room.path, 0o700), (room.home, 0o700), (room.workspace, 0o755)):
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode)
+            if uid is not None:
+                os.chown(directory, uid, uid)
     return room
 
 
