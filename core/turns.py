@@ -23,7 +23,7 @@ from core.failures import Failure
 from core.harnesses import Effect, Ended, Harness, OutputReader, Thread, TurnRequest
 from core.recorder import Recorder
 from core.sandbox import CONTAINER_SIZES, OUTPUTS, Backend, Command, Limits, Room, Sandbox, SandboxFailed
-from core.sandbox.rooms import install
+from core.sandbox.rooms import install, open_up
 from core.store import Store, new_id
 from core.wire import Agent, Environment
 
@@ -184,6 +184,7 @@ class TurnRunner:
     async def drive(self, live: Live, turn_id: str, recorder: Recorder) -> Outcome:
         """Runs the harness to its terminal event, its exit, or a cancel; returns when its sandbox is gone."""
         launch = live.harness.launch(self.request(live, turn_id))
+        open_up(live.room)
         for name, data in launch.home_files.items():
             install(live.room.home, name, data, live.room.uid)
         started = time.monotonic()
@@ -254,6 +255,7 @@ class TurnRunner:
 
     async def complete(self, live: Live, turn_id: str, recorder: Recorder) -> None:
         try:
+            open_up(live.room)
             found = await asyncio.to_thread(capture, live.room.workspace, OUTPUTS, self.blobs)
         except CaptureFailed as error:
             self.fail(live, turn_id, failures.capture_failure(str(error)), recorder)

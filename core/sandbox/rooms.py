@@ -28,6 +28,12 @@ def make_room(path: Path, uid: int | None) -> Room:
     return room
 
 
+def open_up(room: Room) -> None:
+    """Gives the directories their modes back, which the agent owns and may have taken from itself and from us."""
+    room.home.chmod(0o700)
+    room.workspace.chmod(0o755)
+
+
 def install(root: Path, relative: str, data: bytes, uid: int | None) -> None:
     """Writes a file below `root`, mode 0644, making its parents; what stands in the way of either is removed."""
     *parents, name = relative.split("/")
@@ -51,11 +57,14 @@ def install(root: Path, relative: str, data: bytes, uid: int | None) -> None:
 def enter(directory: int, name: str, uid: int | None) -> int:
     """Opens a subdirectory, making it, in place of anything else of that name."""
     try:
-        return os.open(name, DIRECTORY, dir_fd=directory)
+        entered = os.open(name, DIRECTORY, dir_fd=directory)
     except FileNotFoundError:
         pass
     except OSError:
         clear(directory, name)
+    else:
+        os.fchmod(entered, stat.S_IMODE(os.fstat(entered).st_mode) | stat.S_IRWXU)
+        return entered
     os.mkdir(name, 0o755, dir_fd=directory)
     entered = os.open(name, DIRECTORY, dir_fd=directory)
     if uid is not None:
@@ -67,18 +76,22 @@ def clear(directory: int, name: str) -> None:
     """Removes what has that name, if anything; a directory with all it holds."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.lstat(name, dir_fd=directory).st_mode):
-            shutil.rmtree(f"/proc/self/fd/{directory}/{name}")
+            remove_tree(Path(f"/proc/{os.getpid()}/fd/{directory}/{name}"))
         else:
             os.unlink(name, dir_fd=directory)
 
 
 def remove_room(room: Room) -> None:
     """Removes the directories, whatever the agent made of their modes, depth and names."""
+    remove_tree(room.path)
+
+
+def remove_tree(path: Path) -> None:
     try:
-        shutil.rmtree(room.path)
+        shutil.rmtree(path)
     except FileNotFoundError:
         return
     except (OSError, RecursionError):
         # GNU rm and chmod walk any depth and do not follow links; an own directory of mode 000 needs the chmod.
-        subprocess.run(["chmod", "-R", "u+rwX", "--", room.path], stderr=subprocess.DEVNULL, check=False)
-        subprocess.run(["rm", "-rf", "--", room.path], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["chmod", "-R", "u+rwX", "--", path], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL, check=False)
