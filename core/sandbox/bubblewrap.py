@@ -15,10 +15,12 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,8 @@ from core.sandbox import (
     Room,
     SandboxFailed,
     SandboxUnavailable,
+    seccomp,
 )
-from core.sandbox import seccomp
 from core.sandbox.launcher import FILTER_FD, MESSAGE_BYTES, STAGE
 from core.sandbox.limits import Cgroups, watch_memory
 from core.sandbox.rooms import make_room, remove_room
@@ -122,6 +124,11 @@ def host_interpreters() -> list[Path]:
     return [prefix for prefix in prefixes if prefix.is_dir() and not inside_usr(prefix)]
 
 
+def parts_of(prefix: Path) -> list[Path]:
+    """What of a prefix is mounted. A prefix may be a home directory, or ~/.local with its keyrings."""
+    return [part for part in (prefix / "bin", prefix / "lib") if part.is_dir()]
+
+
 def inside_usr(path: Path) -> bool:
     return path == Path("/") or path.is_relative_to("/usr")
 
@@ -137,6 +144,8 @@ class BubblewrapBackend:
         self.rooms = data / "rooms"
         self.mounts = mounts
         self.uids = first_uid()
+        # Processes are counted by user id, so servers side by side should not hand out the same ones.
+        self.first_number = zlib.crc32(os.fsencode(data.resolve()))
         self.cgroups: Cgroups | None = None
         self.running: dict[str, BubblewrapSandbox] = {}
         self.control: socket.socket | None = None
@@ -148,7 +157,8 @@ class BubblewrapBackend:
     async def start(self) -> None:
         """Starts the launcher and one trial sandbox. Raises SandboxUnavailable."""
         self.rooms.mkdir(parents=True, exist_ok=True)
-        self.data.chmod(0o711)
+        raise_open_files()
+        self.data.chmod(0o700)
         self.rooms.chmod(0o711)
         write_etc(self.data / "etc")
         self.cgroups = await asyncio.to_thread(Cgroups.detect)
@@ -156,7 +166,7 @@ class BubblewrapBackend:
         interpreters = host_interpreters()
         sources = {"usr": Path("/usr"), "etc": self.data / "etc", "rooms": self.rooms, **bwrap_parts}
         sources |= {mount.target.lstrip("/"): mount.source for mount in self.mounts}
-        sources |= {f"interpreters/{index}": prefix for index, prefix in enumerate(interpreters)}
+        sources |= {f"interpreters{part}": part for prefix in interpreters for part in parts_of(prefix)}
         self.fixed_options = fixed_options(interpreters)
         await self.start_launcher(sources, masks_in_usr([self.data, Path(__file__).parents[2]]))
         await self.try_out()
@@ -221,7 +231,7 @@ class BubblewrapBackend:
 
     def make_room(self, name: str, number: int) -> Room:
         """The directories of a session. `number` picks the user id that owns them when the server is root."""
-        uid = None if self.uids is None else self.uids[0] + number % self.uids[1]
+        uid = None if self.uids is None else self.uids[0] + (self.first_number + number) % self.uids[1]
         return make_room(self.rooms / name, uid)
 
     def rooms_left(self) -> list[Room]:
@@ -405,8 +415,8 @@ def fixed_options(interpreters: list[Path]) -> list[str]:
         elif host.is_dir():
             options += ["--ro-bind", f"/{name}", f"/{name}"]
     options += ["--ro-bind", f"{STAGE}/etc", "/etc", "--ro-bind", f"{STAGE}/opt", "/opt"]
-    for index, prefix in enumerate(interpreters):
-        options += ["--ro-bind", f"{STAGE}/interpreters/{index}", str(prefix)]
+    for part in (part for prefix in interpreters for part in parts_of(prefix)):
+        options += ["--ro-bind", f"{STAGE}/interpreters{part}", str(part)]
     path = ":".join([PATH, *(f"{prefix}/bin" for prefix in interpreters)])
     options += ["--setenv", "PATH", path, "--setenv", "HOME", HOME, "--setenv", "USER", "agent"]
     options += ["--setenv", "LANG", "C.UTF-8", "--setenv", "TMPDIR", "/tmp", "--setenv", "SHELL", "/bin/bash"]
@@ -432,8 +442,15 @@ def rlimits(limits: Limits) -> dict[str, int]:
         "RLIMIT_NPROC": limits.processes,
         "RLIMIT_FSIZE": limits.file_size,
         "RLIMIT_NOFILE": limits.open_files,
-        "RLIMIT_CORE": 0,
+        "RLIMIT_CORE": 1,  # at 0 the kernel still starts the host's program that collects core dumps, if there is one
     }
+
+
+def raise_open_files() -> None:
+    """Descriptors of this server as far as they go: sandboxes need many, and an agent that shares its user id may send
+    so many through sockets that a server with fewer is refused its own (ETOOMANYREFS)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def masks_in_usr(private: list[Path]) -> list[str]:

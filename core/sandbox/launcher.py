@@ -1,9 +1,9 @@
 """The process that starts sandboxes: single-threaded, standard library only, forked from once per sandbox.
 
-Core talks to it over one SOCK_SEQPACKET socket. A request names the payload and
-brings its stdin, stdout and stderr, a file of bwrap's options (in argv the sandbox could read them from
-/proc/1/cmdline) and a seccomp filter; the reply brings the listening socket of the door, which was opened on the loopback of the
-sandbox's own network namespace before anything ran in there.
+Core talks to it over one SOCK_SEQPACKET socket. A request names the payload and brings its stdin, stdout and stderr, a
+file of bwrap's options (in argv the sandbox could read them from /proc/1/cmdline) and a seccomp filter; the reply
+brings the listening socket of the door, which was opened on the loopback of the sandbox's own network namespace before
+anything ran in there.
 
 Invariants:
 - Nothing started here outlives the launcher, and the launcher does not outlive Core. It is the first process of a
@@ -131,7 +131,7 @@ def limit(name: str, value: int) -> None:
 def namespace_of(pid: int) -> str:
     """The PID namespace of a process by its name, which is the same for all; empty when it is gone."""
     try:
-        return os.readlink(f"/proc/{pid}/ns/pid")
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
     except OSError:
         return ""
 
@@ -147,7 +147,7 @@ def become(request: dict[str, Any], control: socket.socket, handed: list[int], s
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in (*handed, status)]
     for number, descriptor in enumerate(high):
         os.dup2(descriptor, number)
-    os.closerange(STATUS_FD + 1, 1024)
+    os.closerange(STATUS_FD + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     if request["uid"] is not None:
         os.setgroups([])
         os.setresgid(request["uid"], request["uid"], request["uid"])
