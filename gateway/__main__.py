@@ -58,9 +58,7 @@ def parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="default 127.0.0.1; any but loopback needs GATEWAY_API_KEY"
-    )
+    serve.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1; any but loopback needs GATEWAY_API_KEY")
     serve.add_argument("--port", type=port, default=0, help="default 0: the system chooses")
     serve.add_argument("--scripts", metavar="PATH|-", default="-", help=SCRIPTS_HELP)
     serve.add_argument("--exit-with-stdin", action="store_true", help=EXIT_HELP)
@@ -91,9 +89,7 @@ def api_key(host: str) -> str:
     if not key and not is_loopback(host):
         raise CannotStart(f"--host {host} is not loopback: set GATEWAY_API_KEY")
     if not (key.isascii() and (key + "x").isprintable()) or key != key.strip():
-        raise CannotStart(
-            "GATEWAY_API_KEY must be printable ASCII, without spaces around it, to fit in a header"
-        )
+        raise CannotStart("GATEWAY_API_KEY must be printable ASCII, without spaces around it, to fit in a header")
     return key or secrets.token_urlsafe(32)
 
 

@@ -107,9 +107,7 @@ class Call:
     @cached_property
     def output_tokens(self) -> int:
         called = self.reply.tool_call
-        return measure(
-            (called.arguments_json if called else self.reply.text).encode("utf-8", "surrogatepass")
-        )
+        return measure((called.arguments_json if called else self.reply.text).encode("utf-8", "surrogatepass"))
 
 
 def canonical(value: Any) -> bytes:

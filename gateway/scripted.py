@@ -51,9 +51,7 @@ no more than 128 KiB in one (MAX_ARG_STRLEN)."""
 CONTROL_CHARACTER = re.compile(r"[^\t\n\x20-\x7e\xa0-\U0010ffff]")
 
 # The head of codex's exec result; what the script printed comes after a line "Output:".
-PROCESS_STATE = re.compile(
-    r"^Process (?:running with session ID (\d+)|exited with code (-?\d+))$", re.MULTILINE
-)
+PROCESS_STATE = re.compile(r"^Process (?:running with session ID (\d+)|exited with code (-?\d+))$", re.MULTILINE)
 
 
 @dataclass(frozen=True)

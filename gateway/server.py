@@ -71,13 +71,9 @@ class Gateway:
     async def list_models(self, http: Request, dialect: Dialect) -> Response:
         self.open(http)
         common = {"object": "model", "created": 0, "owned_by": "gateway"}
-        return json_response(
-            {"object": "list", "data": [{"id": name, **common} for name in scripted.POLICIES]}
-        )
+        return json_response({"object": "list", "data": [{"id": name, **common} for name in scripted.POLICIES]})
 
-    async def admit(
-        self, http: Request, dialect: Dialect
-    ) -> tuple[str | None, call.Request, scripted.Policy]:
+    async def admit(self, http: Request, dialect: Dialect) -> tuple[str | None, call.Request, scripted.Policy]:
         """The rollout's script, the parsed request and the policy it names."""
         script = self.open(http)
         request = dialect.parse(read_json(await read_body(http)))

@@ -238,9 +238,7 @@ def read_response(reply: dict[str, Any]) -> Reply:
     usage = (response.usage.input_tokens, response.usage.output_tokens)
     (item,) = response.output
     if item.type == "function_call":
-        return Reply(
-            "", item.name, json.loads(item.arguments), usage, (response.id, item.id or "", item.call_id)
-        )
+        return Reply("", item.name, json.loads(item.arguments), usage, (response.id, item.id or "", item.call_id))
     return Reply(response.output_text, "", None, usage, (response.id, item.id or ""))
 
 
@@ -252,9 +250,7 @@ def read_chat(reply: dict[str, Any]) -> Reply:
     if choice.message.tool_calls:
         (call,) = choice.message.tool_calls
         assert choice.finish_reason == "tool_calls" and call.type == "function"
-        return Reply(
-            "", call.function.name, json.loads(call.function.arguments), usage, (completion.id, call.id)
-        )
+        return Reply("", call.function.name, json.loads(call.function.arguments), usage, (completion.id, call.id))
     assert choice.finish_reason == "stop"
     return Reply(choice.message.content or "", "", None, usage, (completion.id,))
 
@@ -283,9 +279,7 @@ def sse(text: str) -> list[tuple[str, Any]]:
 
 def assemble(dialect: str, text: str) -> Reply:
     """Rebuild the reply from its stream alone, checking the protocol on the way."""
-    return {"responses": assemble_response, "chat": assemble_chat, "messages": assemble_message}[dialect](
-        sse(text)
-    )
+    return {"responses": assemble_response, "chat": assemble_chat, "messages": assemble_message}[dialect](sse(text))
 
 
 def assemble_response(events: list[tuple[str, Any]]) -> Reply:
@@ -483,9 +477,7 @@ def test_a_resend_gets_the_same_reply_under_the_same_ids(gateway: Gateway, diale
 
 
 def test_tools_of_the_responses_dialect_keep_their_form(gateway: Gateway) -> None:
-    local = gateway.post(
-        "responses", body("responses", tools=()) | {"tools": [{"type": "local_shell"}]}
-    ).json()
+    local = gateway.post("responses", body("responses", tools=()) | {"tools": [{"type": "local_shell"}]}).json()
     (item,) = Response.model_validate(local).output
     assert item.type == "local_shell_call" and item.action.command == ["bash", "-c", WRITE]
     function = {"type": "function", "name": "exec_command", "parameters": EXEC[1]}
@@ -538,9 +530,7 @@ def test_openai_client_errors_and_models(gateway: Gateway) -> None:
 
 def test_count_tokens_is_what_the_message_reports(gateway: Gateway) -> None:
     request = body("messages")
-    counted = gateway.post(
-        "messages/count_tokens?beta=true", {k: request[k] for k in request if k != "max_tokens"}
-    )
+    counted = gateway.post("messages/count_tokens?beta=true", {k: request[k] for k in request if k != "max_tokens"})
     assert counted.json() == {"input_tokens": ask(gateway, "messages", request).usage[0]}
     longer = request | {"system": "x" * 4000}
     assert ask(gateway, "messages", longer).usage[0] == counted.json()["input_tokens"] + 1000
@@ -707,9 +697,7 @@ def raw(gateway: Gateway, header: str, sent: bytes) -> bytes:
     ],
     ids=["declared", "chunked"],
 )
-def test_a_body_beyond_the_limit_is_refused_without_reading_on(
-    gateway: Gateway, header: str, sent: bytes
-) -> None:
+def test_a_body_beyond_the_limit_is_refused_without_reading_on(gateway: Gateway, header: str, sent: bytes) -> None:
     answer = raw(gateway, header, sent)  # which never ends, so only a refusal ends the connection
     assert answer.startswith(b"HTTP/1.1 413") and b"body_too_long" in answer
 
@@ -815,9 +803,7 @@ def test_an_address_it_cannot_have_is_one_line_and_exit_2(gateway: Gateway) -> N
 
 
 def test_it_starts_without_heavy_imports() -> None:
-    code = (
-        "import sys, gateway.server; print(*[m for m in ('openai', 'httpx', 'pydantic') if m in sys.modules])"
-    )
+    code = "import sys, gateway.server; print(*[m for m in ('openai', 'httpx', 'pydantic') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT).strip() == b""
 
 
@@ -853,9 +839,7 @@ def claude(gateway: Gateway, rollout_id: str, model: str, home: Path) -> tuple[l
     return [*command, "--model", model, "Do the task."], environment
 
 
-def claude_bare(
-    gateway: Gateway, rollout_id: str, model: str, home: Path
-) -> tuple[list[str], dict[str, str]]:
+def claude_bare(gateway: Gateway, rollout_id: str, model: str, home: Path) -> tuple[list[str], dict[str, str]]:
     command, environment = claude(gateway, rollout_id, model, home)
     return [*command[:2], "--bare", *command[2:]], environment
 

@@ -31,9 +31,7 @@ def read_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def member(
-    of: Mapping[str, Any], name: str, kind: type[T] | tuple[type[T], ...], default: Any = _REQUIRED
-) -> Any:
+def member(of: Mapping[str, Any], name: str, kind: type[T] | tuple[type[T], ...], default: Any = _REQUIRED) -> Any:
     """`of[name]`, checked to be of `kind`; null and absence give `default`, or 400 when there is none."""
     value = of.get(name)
     if value is None:
