@@ -114,7 +114,7 @@ def open_door() -> socket.socket:
         request = struct.pack("16sH14x", b"lo", 0)
         (flags,) = struct.unpack("16xH14x", fcntl.ioctl(probe, SIOCGIFFLAGS, request))
         fcntl.ioctl(probe, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | IFF_UP))
-    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     door.bind((DOOR_HOST, DOOR_PORT))
     door.listen(128)
