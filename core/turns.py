@@ -67,6 +67,7 @@ class Outcome:
     stderr: str
     cancelled: bool
     memory_exceeded: bool
+    lost: bool
 
 
 class TurnRunner:
@@ -199,10 +200,11 @@ class TurnRunner:
             sandbox.kill()
             code = await sandbox.wait()
         await reading
-        if not live.cancelled.is_set():
+        if not live.cancelled.is_set() and not sandbox.lost:
             output.exited(code, time.monotonic() - started)
         said = (await stderr).decode(errors="replace")
-        return Outcome(output.ended, code, said, live.cancelled.is_set(), sandbox.memory_exceeded())
+        cancelled = live.cancelled.is_set()
+        return Outcome(output.ended, code, said, cancelled, sandbox.memory_exceeded(), sandbox.lost)
 
     def opened(self, live: Live, sandbox: Sandbox) -> contextlib.AbstractAsyncContextManager[None]:
         assert sandbox.door is not None
@@ -245,6 +247,8 @@ class TurnRunner:
             await self.complete(live, turn_id, recorder)
         elif outcome.cancelled:
             self.cancel(live, turn_id, recorder)
+        elif outcome.lost:
+            self.fail(live, turn_id, failures.SANDBOX_LOST, recorder)
         elif outcome.ended is not None:
             self.fail(live, turn_id, failures.turn_failure(calls, outcome.ended.error or ""), recorder)
         else:

@@ -326,6 +326,7 @@ class BubblewrapBackend:
         self.control.close()
         self.control = None
         for sandbox in list(self.running.values()):
+            sandbox.lost = True
             sandbox.failed("the launcher died")
             sandbox.finish(-9)
         self.on_lost()
@@ -348,6 +349,7 @@ class BubblewrapSandbox:
         self.ended: asyncio.Future[int] = loop.create_future()
         self.watchdog: asyncio.Task[None] | None = None
         self.exceeded = False
+        self.lost = False
 
     def under_way(self, namespace: str) -> None:
         if not self.started.done():
