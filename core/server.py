@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from core.errors import ApiError, bad_request, not_found
 from core.sessions import CREATE_SCOPE, Sessions
-from core.store import Page, UnknownCursor
+from core.store import Page, UnknownCursor, dumps
 from core.wire import (
     BODY_BYTES,
     CREATE_BODY_BYTES,
@@ -65,6 +65,13 @@ UNSERVED: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 
 
+class Json(JSONResponse):
+    """Escapes what is not ASCII: a CLI may print half a surrogate pair, which has no UTF-8 form."""
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content).encode()
+
+
 class Api:
     """An ASGI application."""
 
@@ -97,12 +104,12 @@ class Api:
         try:
             return await self.dispatch(request)
         except ApiError as error:
-            return JSONResponse(error.body, error.status, headers=error.headers)
+            return Json(error.body, error.status, headers=error.headers)
         except Exception:
             log.exception("request %s failed", request_id)
             message = f"The server failed; its log has the details under {request_id}."
             body = {"error": {"type": "server_error", "message": message, "code": "internal_error", "param": None}}
-            return JSONResponse(body, 500)
+            return Json(body, 500)
 
     async def dispatch(self, request: Request) -> Response:
         self.authenticate(request)
@@ -137,7 +144,7 @@ class Api:
         if parsed.stream:
             events = self.events(request, session_id, 0, until_settled=True)
             return StreamingResponse(events, 201, media_type="text/event-stream")
-        return JSONResponse(self.sessions.document(session_id), 201)
+        return Json(self.sessions.document(session_id), 201)
 
     async def list_sessions(self, request: Request, ids: list[str]) -> Response:
         query = Query(request.scope["query_string"])
@@ -155,16 +162,16 @@ class Api:
         return list_response(Page([self.sessions.shown(stored) for stored in page.data], page.has_more))
 
     async def retrieve_session(self, request: Request, ids: list[str]) -> Response:
-        return JSONResponse(self.sessions.document(ids[0]))
+        return Json(self.sessions.document(ids[0]))
 
     async def update_session(self, request: Request, ids: list[str]) -> Response:
         metadata = parse_session_update(parse_object(await read_body(request, BODY_BYTES)))
-        return JSONResponse(self.sessions.set_metadata(ids[0], metadata))
+        return Json(self.sessions.set_metadata(ids[0], metadata))
 
     async def delete_session(self, request: Request, ids: list[str]) -> Response:
         cancel = Query(request.scope["query_string"]).one("cancel") == "true"
         await self.sessions.delete(ids[0], cancel=cancel)
-        return JSONResponse({"id": ids[0], "object": "agent.session.deleted", "deleted": True})
+        return Json({"id": ids[0], "object": "agent.session.deleted", "deleted": True})
 
     # ── turns, items, artifacts ───────────────────────────────────────────────────────────────────
 
@@ -172,7 +179,7 @@ class Api:
         return self.list_of("turns", request, ids[0], {"session_id": ids[0]}, not_found())
 
     async def retrieve_turn(self, request: Request, ids: list[str]) -> Response:
-        return JSONResponse(self.element("turns", ids))
+        return Json(self.element("turns", ids))
 
     async def list_turn_items(self, request: Request, ids: list[str]) -> Response:
         query = Query(request.scope["query_string"])
@@ -192,12 +199,12 @@ class Api:
         return self.list_of("artifacts", request, ids[0], where, bad_request("after is not a valid artifact ID"))
 
     async def retrieve_artifact(self, request: Request, ids: list[str]) -> Response:
-        return JSONResponse(self.element("artifacts", ids))
+        return Json(self.element("artifacts", ids))
 
     async def delete_artifact(self, request: Request, ids: list[str]) -> Response:
         self.sessions.require(ids[0])
         self.sessions.delete_artifact(ids[0], ids[1])
-        return JSONResponse({"id": ids[1], "object": "agent.session.artifact.deleted", "deleted": True})
+        return Json({"id": ids[1], "object": "agent.session.artifact.deleted", "deleted": True})
 
     async def artifact_content(self, request: Request, ids: list[str]) -> Response:
         self.sessions.require(ids[0])
@@ -214,7 +221,7 @@ class Api:
             raise not_found()
         environment = stored["environment"]
         shown = {name: environment[name] for name in ("id", "type", "files", "plugins", "skills")}
-        return JSONResponse({"object": "agent.environment", "status": stored["_environment"]["status"], **shown})
+        return Json({"object": "agent.environment", "status": stored["_environment"]["status"], **shown})
 
     def element(self, table: str, ids: list[str]) -> Doc:
         found = self.sessions.store.one(table, ids[0], ids[1])
@@ -363,7 +370,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def list_response(page: Page) -> JSONResponse:
+def list_response(page: Page) -> Json:
     first, last = (page.data[0]["id"], page.data[-1]["id"]) if page.data else (None, None)
     members = {"has_more": page.has_more, "first_id": first, "last_id": last}
-    return JSONResponse({"object": "list", "data": page.data, **members})
+    return Json({"object": "list", "data": page.data, **members})

@@ -45,12 +45,12 @@ def parse_object(data: bytes) -> Doc:
         raise bad_request("The request body is empty; send a JSON object.")
     try:
         value = json.loads(data.decode(), object_pairs_hook=unique_members, parse_constant=refuse_constant)
+        if b"\\u" in data:
+            refuse_text(value, "")
     except (ValueError, RecursionError) as error:
         raise bad_request(f"The request body is not valid JSON: {short(error)}") from None
     if not isinstance(value, dict):
         raise bad_request("The request body must be a JSON object.")
-    if b"\\u0000" in data or b"\0" in data:
-        refuse_nul(value, "")
     return value
 
 
@@ -70,16 +70,20 @@ def refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-def refuse_nul(value: Any, path: str) -> None:
-    if isinstance(value, str) and "\0" in value:
-        raise bad_request("U+0000 is not allowed in a string.", path or None)
-    if isinstance(value, dict):
+def refuse_text(value: Any, path: str) -> None:
+    """Escapes can spell what no UTF-8 text holds, and a NUL, which no path, argument or variable can hold."""
+    if isinstance(value, str):
+        if "\0" in value:
+            raise bad_request("U+0000 is not allowed in a string.", path or None)
+        if has_surrogates(value):
+            raise bad_request("A string holds half of a surrogate pair, which is not Unicode text.", path or None)
+    elif isinstance(value, dict):
         for name, member in value.items():
-            refuse_nul(name, path)
-            refuse_nul(member, f"{path}.{name}".lstrip("."))
-    if isinstance(value, list):
+            refuse_text(name, path)
+            refuse_text(member, f"{path}.{name}".lstrip("."))
+    elif isinstance(value, list):
         for index, member in enumerate(value):
-            refuse_nul(member, f"{path}[{index}]")
+            refuse_text(member, f"{path}[{index}]")
 
 
 class Members:
@@ -461,7 +465,7 @@ def check_path(path: str, param: str) -> None:
     """Absolute, canonical, below /workspace/, and nothing that the server or a harness keeps there."""
     parts = path.split("/")
     canonical = parts[:2] == ["", "workspace"] and len(parts) > 2 and not {"", ".", ".."} & set(parts[1:])
-    if not canonical or "\\" in path or "\0" in path or has_surrogates(path):
+    if not canonical or "\\" in path:
         raise bad_request(f"'{param}' must be a canonical path below /workspace/.", param)
     if len(path.encode()) > PATH_BYTES or any(len(part.encode()) > 255 for part in parts):
         raise bad_request(f"'{param}' must be at most {PATH_BYTES} bytes, and each name at most 255.", param)
@@ -476,7 +480,7 @@ def has_surrogates(text: str) -> bool:
 def parse_env(values: Doc) -> dict[str, str]:
     for name, value in values.items():
         param = f"environment.env.{name}"
-        if not isinstance(value, str) or has_surrogates(value):
+        if not isinstance(value, str):
             raise bad_request(f"'{param}' must be a string.", param)
         if not ENV_NAME.fullmatch(name) or RESERVED_ENV.fullmatch(name):
             raise bad_request(f"'{param}' is not an allowed name.", param)
