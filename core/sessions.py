@@ -90,7 +90,7 @@ class Sessions:
 
     def admit(self, request: SessionCreate) -> Harness:
         """The harness that will run it. Raises ApiError."""
-        name = request.agent.harness or next(iter(self.harnesses))
+        name = next(iter(self.harnesses)) if request.agent.harness is None else request.agent.harness
         harness = self.harnesses.get(name)
         if harness is None:
             known = ", ".join(self.harnesses)

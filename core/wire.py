@@ -30,7 +30,7 @@ EVENTS_PER_BATCH = 64
 PROTOCOLS = ("anthropic", "responses", "chat_completions")
 RESERVED_ENV = re.compile(r"PATH|OPENAI_API_KEY|OAC_.*|CODEX_.*")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-RESERVED_PATHS = re.compile(r"/workspace/(\.codex(/.*)?|\.managed-agents[^/]*(/.*)?|outputs)")
+RESERVED_PATHS = re.compile(r"/workspace/(\.codex(/.*)?|\.managed-agents[^/]*(/.*)?|outputs)", re.DOTALL)
 SUPPORTED_ACCESS = "disabled"
 
 Doc = dict[str, Any]
@@ -213,9 +213,8 @@ def parse_session_create(body: Doc) -> SessionCreate:
     if members.take("agent_id", str, "a string") is not None:
         raise unsupported("Saved agents are not supported by this server; send 'agent'.", "agent_id")
     raw_agent = members.take("agent", dict, "an object", required=True)
-    agent_extension = Members(dict(raw_agent).pop("x_agents_core", None) or {}, "agent.x_agents_core")
-    top_extension = Members(members.take("x_agents_core", dict, "an object") or {}, "x_agents_core")
-    agent = parse_agent(Members(raw_agent, "agent"), agent_extension, top_extension)
+    top_extension = members.members("x_agents_core") or Members({}, "x_agents_core")
+    agent = parse_agent(Members(raw_agent, "agent"), top_extension)
     bundle = parse_bundle(top_extension)
     top_extension.neutral("environment")
     top_extension.neutral("limits")
@@ -242,8 +241,8 @@ def parse_session_create(body: Doc) -> SessionCreate:
     return SessionCreate(agent, environment, content, metadata, bundle, stream)
 
 
-def parse_agent(agent: Members, extension: Members, top: Members) -> Agent:
-    agent.rest.pop("x_agents_core", None)
+def parse_agent(agent: Members, top: Members) -> Agent:
+    extension = agent.members("x_agents_core") or Members({}, "agent.x_agents_core")
     model = agent.string("model", longest=1024)
     instructions = agent.string("instructions", longest=INPUT_BYTES)
     agent.neutral("name")
@@ -261,10 +260,9 @@ def parse_agent(agent: Members, extension: Members, top: Members) -> Agent:
         text.done()
     agent.done()
     harness = extension.string("harness")
-    config = top.take("harness_config", dict, "an object") or extension.take("harness_config", dict, "an object")
-    extension.rest.pop("harness_config", None)
+    own, winning = (holder.take("harness_config", dict, "an object") for holder in (extension, top))
     extension.done()
-    return Agent(model, instructions, verbosity, harness, config or {})
+    return Agent(model, instructions, verbosity, harness, (own if winning is None else winning) or {})
 
 
 def parse_bundle(extension: Members) -> Bundle | None:
@@ -474,7 +472,11 @@ def check_path(path: str, param: str) -> None:
 
 
 def has_surrogates(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def parse_env(values: Doc) -> dict[str, str]:
