@@ -148,11 +148,12 @@ class Api:
 
     async def list_sessions(self, request: Request, ids: list[str]) -> Response:
         query = Query(request.scope["query_string"])
+        metadata, agent_id = query.metadata(), query.one("agent_id")
         paging = query.paging(clamp=True)
         page = self.page(
             lambda: self.sessions.store.session_page(
-                query.bracketed("metadata"),
-                query.one("agent_id"),
+                metadata,
+                agent_id,
                 limit=paging.limit,
                 descending=paging.descending,
                 after=paging.after,
@@ -185,18 +186,19 @@ class Api:
         query = Query(request.scope["query_string"])
         query.paging(clamp=True)
         self.element("turns", ids)
-        return self.list_of("items", request, ids[0], {"turn_id": ids[1]}, INVALID_ITEM, clamp=True)
+        return self.list_of("items", request, ids[0], {"turn_id": ids[1]}, bad_request(INVALID_ITEM), clamp=True)
 
     async def list_items(self, request: Request, ids: list[str]) -> Response:
-        return self.list_of("items", request, ids[0], {"session_id": ids[0]}, INVALID_ITEM, clamp=True)
+        return self.list_of("items", request, ids[0], {"session_id": ids[0]}, bad_request(INVALID_ITEM), clamp=True)
 
     async def list_artifacts(self, request: Request, ids: list[str]) -> Response:
-        environment = Query(request.scope["query_string"]).one("environment_id")
-        where = {"session_id": ids[0]}
-        stored = self.sessions.store.session(ids[0])
-        if environment is not None and stored is not None and environment != stored["environment"]["id"]:
+        query = Query(request.scope["query_string"])
+        environment = query.one("environment_id")
+        query.paging(clamp=False)
+        if environment not in (None, self.sessions.require(ids[0])["environment"]["id"]):
             return list_response(Page([], False))
-        return self.list_of("artifacts", request, ids[0], where, bad_request("after is not a valid artifact ID"))
+        cursor_error = bad_request("after is not a valid artifact ID")
+        return self.list_of("artifacts", request, ids[0], {"session_id": ids[0]}, cursor_error)
 
     async def retrieve_artifact(self, request: Request, ids: list[str]) -> Response:
         return Json(self.element("artifacts", ids))
@@ -299,7 +301,7 @@ class Api:
 
 TURN_ENDS = tuple(f"{PREFIX}turn.{status}" for status in ("completed", "failed", "cancelled"))
 FAILED, IDLE = f"{PREFIX}failed", f"{PREFIX}idle"
-INVALID_ITEM = bad_request("Invalid session item ID in `after`")
+INVALID_ITEM = "Invalid session item ID in `after`"
 S = ("agents", "sessions", ID)
 ROUTES: dict[tuple[str, ...], dict[str, Handler]] = {
     ("agents", "sessions"): {"GET": Api.list_sessions, "POST": Api.create_session},

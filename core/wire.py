@@ -576,14 +576,14 @@ class Query:
             raise bad_request(f"Failed to deserialize query string: duplicate field `{key}`")
         return values[0] if values else None
 
-    def bracketed(self, name: str) -> dict[str, str]:
-        """`name[key]=value` pairs."""
-        found = dict[str, str]()
-        for key, value in self.pairs:
-            if key.startswith(f"{name}[") and key.endswith("]"):
-                self.one(key)
-                found[key[len(name) + 1 : -1]] = value
-        return found
+    def metadata(self) -> dict[str, str]:
+        """The `metadata[key]=value` pairs, at most as many as a session can have."""
+        pairs = [pair for pair in self.pairs if pair[0].startswith("metadata[") and pair[0].endswith("]")]
+        for key, _ in pairs[: METADATA_PAIRS + 1]:
+            self.one(key)
+        if len(pairs) > METADATA_PAIRS:
+            raise bad_request(f"At most {METADATA_PAIRS} metadata pairs can be asked for.")
+        return {key[len("metadata[") : -1]: value for key, value in pairs}
 
     def paging(self, *, clamp: bool) -> Paging:
         """Precedence: duplicate key, limit, order. `clamp` or refuse a limit outside 1 to 100."""
