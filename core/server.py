@@ -359,7 +359,7 @@ def idempotency_key(request: Request) -> str | None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; beyond the limit nothing more is read."""
+    """The whole JSON body; beyond the limit nothing more is read."""
     too_large = ApiError(413, "request_too_large", "request_too_large", f"The body is larger than {limit} bytes.")
     length = request.headers.get("content-length")
     if length is not None and length.isdigit() and int(length) > limit:
@@ -369,6 +369,8 @@ async def read_body(request: Request, limit: int) -> bytes:
         body += chunk
         if len(body) > limit:
             raise too_large
+    if body and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise bad_request("Send the body with the header `Content-Type: application/json`.")
     return bytes(body)
 
 

@@ -26,6 +26,7 @@ INPUT_BYTES = 512 << 10
 PATH_BYTES = 4096
 METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 KEY_BYTES = 16 << 10
+STRING_BYTES, STRINGS_BYTES = 100 << 10, 1 << 20  # of an argument or variable: Linux takes 128 KiB each, 2 MiB in all
 EVENTS_PER_BATCH = 64
 PROTOCOLS = ("anthropic", "responses", "chat_completions")
 RESERVED_ENV = re.compile(r"PATH|OPENAI_API_KEY|OAC_.*|CODEX_.*")
@@ -486,12 +487,16 @@ def parse_env(values: Doc) -> dict[str, str]:
             raise bad_request(f"'{param}' must be a string.", param)
         if not ENV_NAME.fullmatch(name) or RESERVED_ENV.fullmatch(name):
             raise bad_request(f"'{param}' is not an allowed name.", param)
+        if len(name) + len(value.encode()) > STRING_BYTES:
+            raise bad_request(f"'{param}' must be at most {STRING_BYTES} bytes with its name.", param)
+    if sum(len(name) + len(value.encode()) for name, value in values.items()) > STRINGS_BYTES:
+        raise bad_request(f"'environment.env' holds at most {STRINGS_BYTES} bytes.", "environment.env")
     return dict(values)
 
 
 def parse_setup(value: Any, index: int) -> tuple[str, str]:
     members = Members(value, f"environment.setup_commands[{index}]")
-    command = members.string("command", required=True, longest=INPUT_BYTES)
+    command = members.string("command", required=True, longest=STRING_BYTES)
     directory = members.string("cwd", longest=PATH_BYTES) or "/workspace"
     members.done()
     assert command is not None
