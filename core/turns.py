@@ -101,9 +101,9 @@ class TurnRunner:
         failure = None
         try:
             failure = await asyncio.wait_for(self.setup(live), PREPARATION_SECONDS)
-        except TimeoutError:
+        except asyncio.TimeoutError:
             failure = failures.sandbox_failure("initialization did not complete", "preparation_timeout")
-        except SandboxFailed as error:
+        except (SandboxFailed, OSError) as error:
             failure = failures.sandbox_failure(f"The sandbox did not start: {error}", "sandbox_lost")
         if failure is None:
             self.move_environment(live, turn_id, "ready")
@@ -147,9 +147,11 @@ class TurnRunner:
             self.store.add_event(live.session_id, f"{PREFIX}environment.{status}", members)
 
     def fail_environment(self, live: Live, turn_id: str | None, failure: Failure) -> None:
+        """Also fails the turn that waits, which is not the one of `turn_id` when that was cancelled meanwhile."""
         self.move_environment(live, turn_id, "failed", failure.message)
-        if turn_id is not None and self.turn(live, turn_id)["status"] not in TERMINAL:
-            self.fail(live, turn_id, failure)
+        turns = self.store.turns(live.session_id)
+        if turns and turns[-1]["status"] not in TERMINAL:
+            self.fail(live, turns[-1]["id"], failure)
         else:
             with self.store.transaction():
                 self.session_event(live, "failed")
