@@ -316,7 +316,7 @@ class Connection:
         try:
             while await self.one():
                 self.http.start_next_cycle()
-        except (h11.ProtocolError, ConnectionError, TimeoutError):
+        except (h11.ProtocolError, ConnectionError, asyncio.TimeoutError):
             pass
         finally:
             self.writer.close()

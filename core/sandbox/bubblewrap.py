@@ -193,7 +193,7 @@ class BubblewrapBackend:
             sandbox = await self.run(Command(["/bin/sh", "-c", "exit 7"], {}), room, CONTAINER_SIZES["small"])
             code = await asyncio.wait_for(sandbox.wait(), START_SECONDS)
             said = await sandbox.stderr.read() if sandbox.stderr else b""
-        except (SandboxFailed, TimeoutError) as error:
+        except (SandboxFailed, asyncio.TimeoutError) as error:
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=str(error) or "no answer")) from None
         finally:
             remove_room(room)
@@ -235,7 +235,7 @@ class BubblewrapBackend:
         try:
             await self.launch(sandbox, command, room, limits)
             await asyncio.wait_for(asyncio.shield(sandbox.started), START_SECONDS)
-        except TimeoutError:
+        except asyncio.TimeoutError:
             sandbox.kill()
             raise SandboxFailed(f"the sandbox did not start within {START_SECONDS:g} s") from None
         except BaseException:
