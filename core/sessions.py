@@ -32,6 +32,7 @@ from core.documents import (
 from core.egress import Door
 from core.errors import conflict, not_found, unavailable, unsupported
 from core.harnesses import Harness
+from core.recorder import Recorder
 from core.sandbox import Backend, Room
 from core.sandbox.rooms import install, remove_room
 from core.store import Store, new_id
@@ -266,20 +267,16 @@ class Sessions:
     # ── start and stop ────────────────────────────────────────────────────────────────────────────
 
     def recover(self) -> None:
-        """What a server that ended without notice left: running turns fail, half-prepared environments too."""
-        for turn in self.store.unfinished_turns():
-            stored = self.store.session(turn["session_id"])
-            if stored is None:
-                continue
-            live = self.revive(stored)
-            self.runner.fail(live, turn["id"], failures.RESTARTED)
-            self.live.pop(stored["id"], None)
+        """What a server that ended without notice left: half-prepared environments fail, running turns too."""
         for stored in self.all_sessions():
             if stored["_environment"]["status"] == "pending":
-                live = self.revive(stored)
-                failure = failures.sandbox_failure("initialization did not complete", "server_restarted")
-                self.runner.fail_environment(live, None, failure)
+                self.runner.fail_environment(self.revive(stored), None, failures.RESTARTED)
                 self.live.pop(stored["id"], None)
+        for turn in self.store.unfinished_turns():
+            stored = self.require(turn["session_id"])
+            recorder = Recorder.reopened(self.store, stored["id"], turn["id"])
+            self.runner.fail(self.revive(stored), turn["id"], failures.RESTARTED, recorder)
+            self.live.pop(stored["id"], None)
         known = {stored["id"] for stored in self.all_sessions()}
         for room in self.backend.rooms_left():
             if room.path.name not in known:

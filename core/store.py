@@ -195,6 +195,11 @@ class Store:
             (doc["id"], session_id, doc["turn_id"], dumps(doc)),
         )
 
+    def items(self, turn_id: str) -> list[Doc]:
+        """All items of a turn, in the order they were first seen."""
+        rows = self.db.execute("SELECT doc FROM items WHERE turn_id=? ORDER BY seq", (turn_id,))
+        return [json.loads(row[0]) for row in rows.fetchall()]
+
     def add_artifact(self, doc: Doc, digest: str) -> None:
         self.db.execute(
             "INSERT INTO artifacts (id, session_id, path, sha256, doc) VALUES (?,?,?,?,?)",
