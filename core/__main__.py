@@ -15,7 +15,6 @@ import ipaddress
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -30,6 +29,7 @@ from core.egress import new_client
 from core.harnesses import registry
 from core.sandbox import SandboxUnavailable
 from core.sandbox.bubblewrap import BubblewrapBackend
+from core.sandbox.rooms import remove_tree
 from core.server import Api
 from core.sessions import Sessions
 from core.store import Store, StoreUnavailable
@@ -83,7 +83,7 @@ def data_directory(chosen: Path | None) -> Iterator[Path]:
         try:
             yield temporary
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_tree(temporary)
         return
     try:
         chosen.mkdir(parents=True, exist_ok=True)

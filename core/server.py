@@ -140,7 +140,7 @@ class Api:
         parsed = parse_session_create(body)
         session_id = self.sessions.replayed(CREATE_SCOPE, key, digest)
         if session_id is None:
-            session_id = await self.sessions.create(parsed, key, digest)
+            session_id = self.sessions.create(parsed, key, digest)
         if parsed.stream:
             events = self.events(request, session_id, 0, until_settled=True)
             return StreamingResponse(events, 201, media_type="text/event-stream")

@@ -14,6 +14,7 @@ import hmac
 import json
 import logging
 import secrets
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ from core.egress import Door
 from core.errors import conflict, not_found, unavailable, unsupported
 from core.harnesses import Harness
 from core.recorder import Recorder
-from core.sandbox import Backend, Room
-from core.sandbox.rooms import install, remove_room
+from core.sandbox import Backend
+from core.sandbox.rooms import install
 from core.store import Store, new_id
 from core.turns import Live, TurnRunner
 from core.wire import Agent, Cancel, Environment, Message, SessionCreate
@@ -42,7 +43,6 @@ from core.wire import Agent, Cancel, Environment, Message, SessionCreate
 PREFIX = "agent.session."
 CREATE_SCOPE = ""
 DELETE_WAIT_SECONDS = 10.0
-LARGE_BYTES = 1 << 18
 BUSY = "session must be durably idle or failed without required actions before deletion"
 
 Doc = dict[str, Any]
@@ -100,23 +100,27 @@ class Sessions:
         harness.admit(request.agent, request.bundle)
         return harness
 
-    async def create(self, request: SessionCreate, key: str | None, digest: str) -> str:
-        """Makes a session and starts it; returns its id once all of it is durable."""
+    def create(self, request: SessionCreate, key: str | None, digest: str) -> str:
+        """Makes a session and starts it; returns its id once all of it is durable.
+
+        One transaction without an await: nobody sees half a session, and one that cannot be stored leaves no key.
+        """
         harness = self.admit(request)
         session_id, now = new_id(), int(time.time())
         stored = new_session(request, session_id, (new_id(), new_id()), harness.name, now)
-        with self.store.transaction():
-            number = self.store.add_session(stored)
-            if key is not None:
-                self.store.remember(CREATE_SCOPE, key, digest, session_id)
-            turn_id = self.announce(stored, request.input, now)
         try:
-            room = self.backend.make_room(session_id, number)
-            await install_files(room, request.environment)
-        except OSError as error:
-            self.forget(session_id)
-            message = f"The session's files cannot be stored: {error.strerror}."
-            raise unavailable(message, "artifact_storage_unavailable") from None
+            with self.store.transaction():
+                number = self.store.add_session(stored)
+                if key is not None:
+                    self.store.remember(CREATE_SCOPE, key, digest, session_id)
+                turn_id = self.announce(stored, request.input, now)
+                room = self.backend.make_room(session_id, number)
+                for file in request.environment.files:
+                    install(room.workspace, file.path.removeprefix("/workspace/"), file.data, room.uid)
+        except (OSError, sqlite3.OperationalError) as error:
+            self.backend.remove_room(session_id)
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise unavailable(f"The session cannot be stored: {reason}.", "artifact_storage_unavailable") from None
         door = Door(request.bundle, self.client)
         live = Live(session_id, request.agent, harness, request.environment, room, door)
         self.live[session_id] = live
@@ -215,13 +219,13 @@ class Sessions:
         await self.discard(session_id, live)
 
     async def discard(self, session_id: str, live: Live | None) -> None:
-        self.live.pop(session_id, None)
+        """Ends what is recorded first, so that nothing new can start; then what runs, then the files."""
+        self.forget(session_id)
         for task in list(live.tasks) if live else []:
             task.cancel()
             await asyncio.wait({task})
-        self.forget(session_id)
-        if live is not None:
-            await asyncio.to_thread(remove_room, live.room)
+        self.live.pop(session_id, None)
+        await asyncio.to_thread(self.backend.remove_room, session_id)
 
     def forget(self, session_id: str) -> None:
         with self.store.transaction():
@@ -278,9 +282,9 @@ class Sessions:
             self.runner.fail(self.revive(stored), turn["id"], failures.RESTARTED, recorder)
             self.live.pop(stored["id"], None)
         known = {stored["id"] for stored in self.all_sessions()}
-        for room in self.backend.rooms_left():
-            if room.path.name not in known:
-                remove_room(room)
+        for name in self.backend.rooms_left():
+            if name not in known:
+                self.backend.remove_room(name)
 
     def all_sessions(self) -> list[Doc]:
         found, after = list[Doc](), None
@@ -314,17 +318,6 @@ class Sessions:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=DELETE_WAIT_SECONDS)
-
-
-async def install_files(room: Room, environment: Environment) -> None:
-    def write() -> None:
-        for file in environment.files:
-            install(room.workspace, file.path.removeprefix("/workspace/"), file.data, room.uid)
-
-    if sum(len(file.data) for file in environment.files) > LARGE_BYTES:
-        await asyncio.to_thread(write)
-    else:
-        write()
 
 
 def digest_key(path: Path) -> bytes:

@@ -36,7 +36,7 @@ from core.sandbox import (
 )
 from core.sandbox.launcher import MESSAGE_BYTES, STAGE
 from core.sandbox.limits import Cgroups, watch_memory
-from core.sandbox.rooms import make_room, remove_room
+from core.sandbox.rooms import make_room, remove_tree
 
 AGENT_UID = 1000
 UID_RANGES = ((1_900_000_000, 100_000), (60_000, 5_000))  # first host uid, how many; the first that is mapped
@@ -196,7 +196,7 @@ class BubblewrapBackend:
         except (SandboxFailed, asyncio.TimeoutError) as error:
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=str(error) or "no answer")) from None
         finally:
-            remove_room(room)
+            self.remove_room("trial")
         if code != 7:
             reason = said.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=reason[0]))
@@ -221,9 +221,12 @@ class BubblewrapBackend:
         uid = None if self.uids is None else self.uids[0] + number % self.uids[1]
         return make_room(self.rooms / name, uid)
 
-    def rooms_left(self) -> list[Room]:
-        """Rooms on disk, of this server or of an earlier one with the same data directory."""
-        return [Room(path, None) for path in self.rooms.iterdir() if path.is_dir()]
+    def remove_room(self, name: str) -> None:
+        remove_tree(self.rooms / name)
+
+    def rooms_left(self) -> list[str]:
+        """Names of rooms on disk, of this server or of an earlier one with the same data directory."""
+        return [path.name for path in self.rooms.iterdir()]
 
     async def run(self, command: Command, room: Room, limits: Limits) -> BubblewrapSandbox:
         """Starts a payload and returns once it is under way. Raises SandboxFailed."""
