@@ -24,7 +24,6 @@ from pathlib import Path
 
 import uvicorn
 
-from core.artifacts import Blobs
 from core.egress import new_client
 from core.harnesses import registry
 from core.sandbox import SandboxUnavailable
@@ -105,8 +104,7 @@ async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
     try:
         await backend.start()
         async with new_client() as client:
-            blobs = Blobs(data / "blobs")
-            sessions = Sessions(store, backend, blobs, harnesses, client, data, arguments.slots)
+            sessions = Sessions(store, backend, data / "blobs", harnesses, client, data, arguments.slots)
             sessions.recover()
             server = uvicorn.Server(
                 uvicorn.Config(

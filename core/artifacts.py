@@ -43,24 +43,26 @@ class Capture:
 
 
 class Blobs:
-    """Bytes by SHA-256 in a directory of their own."""
+    """One session's bytes by SHA-256. Sessions share none, so that the end of one never takes those of another."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        root.mkdir(parents=True, exist_ok=True)
-        root.chmod(0o700)
 
     def path(self, digest: str) -> Path:
-        return self.root / digest[:2] / digest
+        return self.root / digest
 
-    def remove(self, digest: str) -> None:
-        with contextlib.suppress(OSError):
-            self.path(digest).unlink()
+    def keep(self, digests: set[str]) -> None:
+        """Removes what no artifact names: of a capture that failed, or of artifacts that were deleted."""
+        with contextlib.suppress(FileNotFoundError):
+            for path in self.root.iterdir():
+                if path.name not in digests:
+                    path.unlink(missing_ok=True)
 
     def take(self, source: int, size: int) -> str:
         """Copies `size` bytes of an open file; returns their digest. Raises CaptureFailed if there are not as many."""
         digest = hashlib.sha256()
-        temporary = self.root / f"incoming-{os.getpid()}-{source}"
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        temporary = self.root / "incoming"
         try:
             with temporary.open("wb") as target:
                 left = size
@@ -72,9 +74,7 @@ class Blobs:
                     raise CaptureFailed("a file changed while it was copied")
                 target.flush()
                 os.fsync(target.fileno())
-            place = self.path(digest.hexdigest())
-            place.parent.mkdir(exist_ok=True)
-            temporary.replace(place)
+            temporary.replace(self.path(digest.hexdigest()))
         finally:
             temporary.unlink(missing_ok=True)
         return digest.hexdigest()

@@ -12,12 +12,12 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from core.errors import ApiError, bad_request, not_found
@@ -38,6 +38,7 @@ from core.wire import (
 KEEPALIVE_SECONDS = 15.0
 EVENTS_PER_READ = 256
 KEY_HEADER_BYTES = 128
+CHUNK_BYTES = 1 << 20
 PREFIX = "agent.session."
 log = logging.getLogger("core")
 
@@ -213,9 +214,10 @@ class Api:
         found = self.sessions.store.artifact(ids[0], ids[1])
         if found is None:
             raise not_found()
-        path = self.sessions.blobs.path(found[1])
-        headers = {"Content-Disposition": "attachment"}
-        return FileResponse(path, media_type="application/octet-stream", headers=headers)
+        # Opened here, so that a deletion meanwhile does not cut the answer.
+        file = self.sessions.runner.blobs(ids[0]).path(found[1]).open("rb")
+        headers = {"Content-Disposition": "attachment", "Content-Length": str(found[0]["size_bytes"])}
+        return StreamingResponse(chunks(file), media_type="application/octet-stream", headers=headers)
 
     async def retrieve_environment(self, request: Request, ids: list[str]) -> Response:
         stored = self.sessions.store.session_of_environment(ids[0])
@@ -372,6 +374,12 @@ async def read_body(request: Request, limit: int) -> bytes:
     if body and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise bad_request("Send the body with the header `Content-Type: application/json`.")
     return bytes(body)
+
+
+def chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
 
 
 def list_response(page: Page) -> Json:

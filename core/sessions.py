@@ -22,7 +22,6 @@ from typing import Any
 import httpx
 
 from core import failures
-from core.artifacts import Blobs
 from core.documents import (
     TERMINAL,
     new_session,
@@ -35,7 +34,7 @@ from core.errors import conflict, not_found, unavailable, unsupported
 from core.harnesses import Harness
 from core.recorder import Recorder
 from core.sandbox import Backend
-from core.sandbox.rooms import install
+from core.sandbox.rooms import install, remove_tree
 from core.store import Store, new_id
 from core.turns import Live, TurnRunner
 from core.wire import Agent, Cancel, Environment, Message, SessionCreate
@@ -56,7 +55,7 @@ class Sessions:
         self,
         store: Store,
         backend: Backend,
-        blobs: Blobs,
+        blobs: Path,
         harnesses: dict[str, Harness],
         client: httpx.AsyncClient,
         data: Path,
@@ -64,7 +63,6 @@ class Sessions:
     ) -> None:
         self.store = store
         self.backend = backend
-        self.blobs = blobs
         self.harnesses = harnesses
         self.client = client
         self.runner = TurnRunner(store, backend, blobs, slots)
@@ -220,27 +218,25 @@ class Sessions:
 
     async def discard(self, session_id: str, live: Live | None) -> None:
         """Ends what is recorded first, so that nothing new can start; then what runs, then the files."""
-        self.forget(session_id)
+        with self.store.transaction():
+            self.store.delete_session(session_id)
         for task in list(live.tasks) if live else []:
             task.cancel()
             await asyncio.wait({task})
         self.live.pop(session_id, None)
-        await asyncio.to_thread(self.backend.remove_room, session_id)
+        await asyncio.to_thread(self.remove_files, session_id)
 
-    def forget(self, session_id: str) -> None:
-        with self.store.transaction():
-            unused = self.store.delete_session(session_id)
-        for digest in unused:
-            self.blobs.remove(digest)
+    def remove_files(self, session_id: str) -> None:
+        remove_tree(self.runner.blobs(session_id).root)
+        self.backend.remove_room(session_id)
 
     def delete_artifact(self, session_id: str, artifact_id: str) -> None:
-        found = self.store.artifact(session_id, artifact_id)
-        if found is None:
+        if self.store.artifact(session_id, artifact_id) is None:
             raise not_found()
         with self.store.transaction():
             self.store.delete_artifact(artifact_id)
-        if not self.store.digest_used(found[1]):
-            self.blobs.remove(found[1])
+        if self.active_turn(session_id) is None:  # else its capture may need the same bytes; its end cleans up
+            self.runner.blobs(session_id).keep(self.store.digests(session_id))
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────
 
@@ -282,9 +278,8 @@ class Sessions:
             self.runner.fail(self.revive(stored), turn["id"], failures.RESTARTED, recorder)
             self.live.pop(stored["id"], None)
         known = {stored["id"] for stored in self.all_sessions()}
-        for name in self.backend.rooms_left():
-            if name not in known:
-                self.backend.remove_room(name)
+        for name in {*self.backend.rooms_left(), *self.runner.blobs_left()} - known:
+            self.remove_files(name)
 
     def all_sessions(self) -> list[Doc]:
         found, after = list[Doc](), None

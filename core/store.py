@@ -36,7 +36,6 @@ CREATE INDEX items_by_turn ON items (turn_id, seq);
 CREATE TABLE artifacts (seq INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, session_id TEXT NOT NULL,
     path TEXT NOT NULL, sha256 TEXT NOT NULL, doc TEXT NOT NULL);
 CREATE INDEX artifacts_by_session ON artifacts (session_id, seq);
-CREATE INDEX artifacts_by_digest ON artifacts (sha256);
 CREATE TABLE events (seq INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, session_id TEXT NOT NULL, doc TEXT NOT NULL);
 CREATE INDEX events_by_session ON events (session_id, seq);
 CREATE TABLE idempotency (scope TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, session_id TEXT NOT NULL,
@@ -154,18 +153,13 @@ class Store:
         row = self.db.execute("SELECT seq FROM sessions WHERE id=?", (session_id,)).fetchone()
         return row[0] if row else None
 
-    def delete_session(self, session_id: str) -> list[str]:
-        """Removes all of a session but its id and idempotency key; returns digests that no artifact names now."""
-        digests = [row[0] for row in self.db.execute("SELECT sha256 FROM artifacts WHERE session_id=?", (session_id,))]
+    def delete_session(self, session_id: str) -> None:
+        """Removes all of a session but its id and idempotency key."""
         for table in ("turns", "items", "artifacts", "events"):
             self.db.execute(f"DELETE FROM {table} WHERE session_id=?", (session_id,))
         self.db.execute("DELETE FROM idempotency WHERE scope=?", (session_id,))
         self.db.execute("UPDATE sessions SET deleted=1, metadata='{}', doc='{}' WHERE id=?", (session_id,))
         self.touched.add(session_id)
-        return [digest for digest in set(digests) if not self.digest_used(digest)]
-
-    def digest_used(self, digest: str) -> bool:
-        return self.db.execute("SELECT 1 FROM artifacts WHERE sha256=? LIMIT 1", (digest,)).fetchone() is not None
 
     # ── turns, items, artifacts ───────────────────────────────────────────────────────────────────
 
@@ -215,6 +209,10 @@ class Store:
 
     def delete_artifact(self, artifact_id: str) -> None:
         self.db.execute("DELETE FROM artifacts WHERE id=?", (artifact_id,))
+
+    def digests(self, session_id: str) -> set[str]:
+        """What the session's artifacts hold."""
+        return {row[0] for row in self.db.execute("SELECT sha256 FROM artifacts WHERE session_id=?", (session_id,))}
 
     def published(self, session_id: str) -> dict[str, str]:
         """Path → digest of the latest artifact of each path."""
