@@ -30,14 +30,14 @@ from core.documents import (
     user_message,
 )
 from core.egress import Door
-from core.errors import conflict, not_found, unavailable, unsupported
+from core.errors import bad_request, conflict, not_found, unavailable, unsupported
 from core.harnesses import Harness
 from core.recorder import Recorder
 from core.sandbox import Backend
 from core.sandbox.rooms import install, remove_tree
 from core.store import Store, new_id
 from core.turns import Live, TurnRunner
-from core.wire import Agent, Cancel, Environment, Message, SessionCreate
+from core.wire import Agent, Environment, InputEvents, Message, SessionCreate, ToolResult
 
 PREFIX = "agent.session."
 CREATE_SCOPE = ""
@@ -156,11 +156,14 @@ class Sessions:
 
     # ── events ────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, session_id: str, events: list[Message] | list[Cancel], key: str | None, digest: str) -> None:
+    def submit(self, session_id: str, events: InputEvents, key: str | None, digest: str) -> None:
         """Applies a batch whole or not at all. Raises ApiError."""
         stored = self.require(session_id)
         if key is not None and self.replayed(session_id, key, digest) is not None:
             return
+        for event in events:
+            if isinstance(event, ToolResult):  # no harness of this server has tools of the client
+                raise bad_request(f"Unknown pending tool call: {event.call_id}")
         messages = [event for event in events if isinstance(event, Message)]
         if messages:
             self.message(stored, [part for message in messages for part in message.content], key, digest)

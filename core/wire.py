@@ -26,6 +26,7 @@ INPUT_BYTES = 512 << 10
 PATH_BYTES = 4096
 METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 KEY_BYTES = 16 << 10
+ENV_NAMES = 1000
 STRING_BYTES, STRINGS_BYTES = 100 << 10, 1 << 20  # of an argument or variable: Linux takes 128 KiB each, 2 MiB in all
 EVENTS_PER_BATCH = 64
 PROTOCOLS = ("anthropic", "responses", "chat_completions")
@@ -489,8 +490,12 @@ def parse_env(values: Doc) -> dict[str, str]:
             raise bad_request(f"'{param}' is not an allowed name.", param)
         if len(name) + len(value.encode()) > STRING_BYTES:
             raise bad_request(f"'{param}' must be at most {STRING_BYTES} bytes with its name.", param)
-    if sum(len(name) + len(value.encode()) for name, value in values.items()) > STRINGS_BYTES:
-        raise bad_request(f"'environment.env' holds at most {STRINGS_BYTES} bytes.", "environment.env")
+    if (
+        len(values) > ENV_NAMES
+        or sum(len(name) + len(value.encode()) for name, value in values.items()) > STRINGS_BYTES
+    ):
+        limits = f"{ENV_NAMES} names and {STRINGS_BYTES} bytes"
+        raise bad_request(f"'environment.env' holds at most {limits}.", "environment.env")
     return dict(values)
 
 
@@ -516,7 +521,15 @@ class Cancel:
     pass
 
 
-def parse_events(body: Doc) -> list[Message] | list[Cancel]:
+@dataclass(frozen=True)
+class ToolResult:
+    call_id: str
+
+
+InputEvents = list[Message] | list[Cancel] | list[ToolResult]
+
+
+def parse_events(body: Doc) -> InputEvents:
     """One kind per batch. Raises ApiError."""
     members = Members(body)
     values = members.take("events", list, "a list", required=True)
@@ -526,12 +539,13 @@ def parse_events(body: Doc) -> list[Message] | list[Cancel]:
     parsed = [parse_event(value, f"events[{index}]") for index, value in enumerate(values)]
     messages = [event for event in parsed if isinstance(event, Message)]
     cancels = [event for event in parsed if isinstance(event, Cancel)]
-    if messages and cancels:
+    results = [event for event in parsed if isinstance(event, ToolResult)]
+    if len(parsed) not in (len(messages), len(cancels), len(results)):
         raise bad_request("'events' must be of one kind.", "events")
-    return messages or cancels
+    return messages or cancels or results
 
 
-def parse_event(value: Any, path: str) -> Message | Cancel:
+def parse_event(value: Any, path: str) -> Message | Cancel | ToolResult:
     event = Members(value, path)
     kind = event.string("type", required=True)
     prefix = "agent.session.input."
@@ -543,8 +557,23 @@ def parse_event(value: Any, path: str) -> Message | Cancel:
         event.done()
         return Cancel()
     if kind == f"{prefix}tool_result":
-        raise bad_request(f"Unknown pending tool call: {event.string('call_id', required=True)}", f"{path}.call_id")
+        return parse_tool_result(event)
     raise bad_request(f"'{path}.type' is not an input event of this server.", f"{path}.type")
+
+
+def parse_tool_result(event: Members) -> ToolResult:
+    event.string("turn_id", required=True)
+    call_id = event.string("call_id", required=True)
+    success = event.take("success", bool, "a boolean", required=True)
+    output = event.take("output", (str, list), "a string or a list of content parts")
+    for index, part in enumerate(output if isinstance(output, list) else []):
+        parse_part(part, f"{event.at('output')}[{index}]")
+    error = event.string("error")
+    event.done()
+    if (error if success else output) is not None:
+        raise bad_request("A result has 'output' when it succeeded and 'error' when it did not.", event.path)
+    assert call_id is not None
+    return ToolResult(call_id)
 
 
 def parse_session_update(body: Doc) -> dict[str, str] | None:
