@@ -44,25 +44,18 @@ log = logging.getLogger("core")
 
 Handler = Callable[["Api", Request, list[str]], Awaitable[Response]]
 
-# What the API has and this server does not serve (priorities C and D of AGENTS_API 14): path → methods.
+# What the API has and this server does not serve (priorities C and D of AGENTS_API 14): path → what to use instead.
 ID = "*"
-UNSERVED: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("agents",): ("GET", "POST"),
-    ("agents", ID): ("GET", "POST", "DELETE"),
-    ("agents", "sessions", ID, "subagents"): ("GET",),
-    ("agents", "sessions", ID, "subagents", ID): ("GET",),
-    ("agents", "sessions", ID, "subagents", ID, "items"): ("GET",),
-    ("agents", "sessions", ID, "subagents", ID, "turns"): ("GET",),
-    ("agents", "sessions", ID, "subagents", ID, "turns", ID): ("GET",),
-    ("agents", "sessions", ID, "subagents", ID, "turns", ID, "items"): ("GET",),
-    ("agents", "sessions", ID, "traces"): ("GET",),
-    ("agents", "environments"): ("GET", "POST"),
-    ("agents", "environments", ID, "files"): ("GET", "POST"),
-    ("agents", "environments", "templates"): ("GET", "POST"),
-    ("agents", "environments", "templates", ID): ("GET", "POST", "DELETE"),
-    ("agents", "automations"): ("GET", "POST"),
-    ("vaults",): ("GET", "POST"),
-    ("vaults", ID): ("GET", "POST", "DELETE"),
+UNSERVED: dict[tuple[str, ...], str] = {
+    ("agents", "sessions", ID, "subagents"): "Harnesses run here without subagents.",
+    ("agents", "sessions", ID, "traces"): "Read the session's turns and items instead.",
+    ("agents", "environments", ID, "files"): "Send files in 'environment.files' of the session instead.",
+    ("agents", "environments"): "Send 'environment' with each session instead.",
+    ("agents", "automations"): "Create sessions when they are due instead.",
+    ("agents",): "Send 'agent' with each session instead.",
+    ("vaults",): "Send what the agent may know in 'environment.env' of the session instead.",
+    ("files",): "Send inline files in 'environment.files' of the session instead.",
+    ("skills",): "Send inline files in 'environment.files' of the session instead.",
 }
 
 
@@ -122,9 +115,9 @@ class Api:
             if ids is not None:
                 handler = handlers.get(request.method)
                 if handler is None:
-                    raise not_served(segments, request.method, 405, {"Allow": ", ".join(handlers)})
+                    raise not_served(segments, request.method, list(handlers))
                 return await handler(self, request, ids)
-        raise not_served(segments, request.method, 404, {})
+        raise not_served(segments, request.method, None)
 
     def authenticate(self, request: Request) -> None:
         offered = request.headers.get("authorization", "")
@@ -344,13 +337,17 @@ def check_beta(request: Request) -> None:
         raise ApiError(400, "invalid_beta", "invalid_beta", message)
 
 
-def not_served(segments: list[str], method: str, status: int, headers: dict[str, str]) -> ApiError:
+def not_served(segments: list[str], method: str, allowed: list[str] | None) -> ApiError:
     """404 where nothing is served, 405 where another method is."""
-    known = any(matched(pattern, segments) is not None and method in methods for pattern, methods in UNSERVED.items())
-    operation = f"{method} /{'/'.join(segments)}"[:200] if known else "This operation"
-    hint = "Send 'agent' and 'environment' with each session instead." if known else "See the README for what is."
+    operation = f"{method} /{'/'.join(segments)}"[:200]
+    if allowed:
+        hint, headers = f"Use {' or '.join(allowed)}.", {"Allow": ", ".join(allowed)}
+    else:
+        hints = (text for pattern, text in UNSERVED.items() if matched(pattern, segments[: len(pattern)]) is not None)
+        hint, headers = next(hints, "The README lists what is."), {}
     message = f"{operation} is not supported by this server. {hint}"
-    return ApiError(status, "unsupported_operation", "unsupported_operation", message, headers=headers)
+    code = "unsupported_operation"
+    return ApiError(405 if allowed else 404, code, code, message, headers=headers)
 
 
 def idempotency_key(request: Request) -> str | None:
