@@ -77,13 +77,17 @@ class Store:
         self.listeners: dict[str, set[Callable[[], None]]] = {}
         self.touched: set[str] = set()
         try:
-            self.db = sqlite3.connect(self.path, isolation_level=None)
+            self.db = sqlite3.connect(self.path, isolation_level=None, timeout=0)
             self.prepare()
+        except sqlite3.OperationalError as error:
+            hint = " by another server: use another --data" if "locked" in str(error) else ""
+            raise StoreUnavailable(f"cannot open {self.path}: {error}{hint}") from None
         except sqlite3.Error as error:
             raise StoreUnavailable(f"cannot open {self.path}: {error}") from None
 
     def prepare(self) -> None:
         self.path.chmod(0o600)
+        self.db.execute("PRAGMA locking_mode=EXCLUSIVE")  # a second server would fail the turns of the first
         self.db.execute("PRAGMA journal_mode=WAL")
         self.db.execute("PRAGMA synchronous=NORMAL")
         (version,) = self.db.execute("PRAGMA user_version").fetchone()
