@@ -14,9 +14,12 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from core.sandbox import OUTPUTS
+
 MIB = 1 << 20
 MAX_ENTRIES, MAX_DEPTH, MAX_PATH_BYTES = 4096, 64, 4096
 MAX_FILE_BYTES, MAX_TOTAL_BYTES = 200 * MIB, 500 * MIB
+MAX_SKIPPED = 100
 CHUNK_BYTES = MIB
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -40,6 +43,14 @@ class Capture:
     skipped: list[dict[str, str]] = field(default_factory=list)  # warnings, AGENTS_API 7
     entries: int = 0
     total: int = 0
+
+    def skip(self, path: str, reason: str) -> None:
+        """Notes what is not published; beyond MAX_SKIPPED the last note stands for the rest."""
+        shown = os.fsencode(path).decode(errors="replace")
+        if len(self.skipped) > MAX_SKIPPED:
+            shown, reason = f"{OUTPUTS}/…", "more entries like these"
+            self.skipped.pop()
+        self.skipped.append({"code": "artifact_skipped", "path": shown, "reason": reason})
 
 
 class Blobs:
@@ -144,9 +155,9 @@ def visit(directory: int, name: str, path: str, depth: int, found: Capture, blob
         finally:
             os.close(child)
     elif not stat.S_ISREG(mode):
-        found.skipped.append(skipped(path, "not a regular file"))
+        found.skip(path, "not a regular file")
     elif not encodable(path):
-        found.skipped.append(skipped(path, "its name is not UTF-8"))
+        found.skip(path, "its name is not UTF-8")
     else:
         take(directory, name, path, found, blobs)
 
@@ -172,11 +183,6 @@ def open_entry(directory: int, name: str, flags: int) -> int:
         return os.open(name, flags, dir_fd=directory)
     except PermissionError:
         return open_unreadable(name, directory)
-
-
-def skipped(path: str, reason: str) -> dict[str, str]:
-    shown = os.fsencode(path).decode(errors="replace")
-    return {"code": "artifact_skipped", "path": shown, "reason": reason}
 
 
 def encodable(path: str) -> bool:
