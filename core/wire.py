@@ -150,7 +150,8 @@ class Members:
 
 
 def same(value: Any, allowed: Any) -> bool:
-    return type(value) is type(allowed) and bool(value == allowed)
+    """Equality as JSON has it: 0 is not false."""
+    return json.dumps(value, sort_keys=True) == json.dumps(allowed, sort_keys=True)
 
 
 # ── session create ────────────────────────────────────────────────────────────────────────────────
