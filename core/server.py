@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -99,6 +99,8 @@ class Api:
             return await self.dispatch(request)
         except ApiError as error:
             return Json(error.body, error.status, headers=error.headers)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
         except Exception:
             log.exception("request %s failed", request_id)
             message = f"The server failed; its log has the details under {request_id}."
