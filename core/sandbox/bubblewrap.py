@@ -39,7 +39,7 @@ from core.sandbox import (
 )
 from core.sandbox.launcher import FILTER_FD, MESSAGE_BYTES, STAGE
 from core.sandbox.limits import Cgroups, watch_memory
-from core.sandbox.rooms import make_room, remove_room
+from core.sandbox.rooms import make_room, remove_tree
 
 AGENT_UID = 1000
 UID_RANGES = ((1_900_000_000, 100_000), (60_000, 5_000))  # first host uid, how many; the first that is mapped
@@ -206,10 +206,10 @@ class BubblewrapBackend:
             sandbox = await self.run(Command(["/bin/sh", "-c", "exit 7"], {}), room, CONTAINER_SIZES["small"])
             code = await asyncio.wait_for(sandbox.wait(), START_SECONDS)
             said = await sandbox.stderr.read() if sandbox.stderr else b""
-        except (SandboxFailed, TimeoutError) as error:
+        except (SandboxFailed, asyncio.TimeoutError) as error:
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=str(error) or "no answer")) from None
         finally:
-            remove_room(room)
+            self.remove_room("trial")
         if code != 7:
             reason = said.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=reason[0]))
@@ -234,9 +234,12 @@ class BubblewrapBackend:
         uid = None if self.uids is None else self.uids[0] + (self.first_number + number) % self.uids[1]
         return make_room(self.rooms / name, uid)
 
-    def rooms_left(self) -> list[Room]:
-        """Rooms on disk, of this server or of an earlier one with the same data directory."""
-        return [Room(path, None) for path in self.rooms.iterdir() if path.is_dir()]
+    def remove_room(self, name: str) -> None:
+        remove_tree(self.rooms / name)
+
+    def rooms_left(self) -> list[str]:
+        """Names of rooms on disk, of this server or of an earlier one with the same data directory."""
+        return [path.name for path in self.rooms.iterdir()]
 
     async def run(self, command: Command, room: Room, limits: Limits) -> BubblewrapSandbox:
         """Starts a payload and returns once it is under way. Raises SandboxFailed."""
@@ -248,7 +251,7 @@ class BubblewrapBackend:
         try:
             await self.launch(sandbox, command, room, limits)
             await asyncio.wait_for(asyncio.shield(sandbox.started), START_SECONDS)
-        except TimeoutError:
+        except asyncio.TimeoutError:
             sandbox.kill()
             raise SandboxFailed(f"the sandbox did not start within {START_SECONDS:g} s") from None
         except BaseException:
