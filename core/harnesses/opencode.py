@@ -1,8 +1,8 @@
 """`opencode`: `opencode run --format json`, one process per turn.
 
 It takes its endpoint from `opencode.json` and speaks Chat Completions through the provider package it carries. It has
-no terminal event: the turn is over when the process ends after a last step that called no tool. A title of our own spares
-the call that would invent one; web tools are off, as there is no network.
+no terminal event: the turn is over when the process ends after a last step that called no tool. A title of our own
+spares the call that would invent one; web tools are off, as there is no network.
 """
 
 from __future__ import annotations
