@@ -27,6 +27,7 @@ import uvloop
 
 from core.egress import new_client
 from core.harnesses import registry
+from core.harnesses.npm import DEFAULT_PREFIX
 from core.sandbox import SandboxUnavailable
 from core.sandbox.bubblewrap import BubblewrapBackend
 from core.sandbox.rooms import remove_tree
@@ -47,6 +48,12 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=0, help="0: any free port (%(default)s)")
     serve.add_argument("--data", type=Path, help="where state is kept (a temporary directory, removed at the end)")
     serve.add_argument("--slots", type=int, default=SLOTS, help="sandboxes at a time; more turns wait (%(default)s)")
+    serve.add_argument(
+        "--npm-prefix",
+        type=Path,
+        default=DEFAULT_PREFIX,
+        help="where `npm install --prefix` put pi and opencode (core/npm; else they are looked for on PATH)",
+    )
     serve.add_argument(
         "--exit-with-stdin",
         action="store_true",
@@ -100,7 +107,7 @@ async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
     """Runs the server to its end. Raises Refused, SandboxUnavailable, StoreUnavailable."""
     listener = listen(arguments.host, arguments.port)
     store = Store(data)
-    harnesses = registry()
+    harnesses = registry(arguments.npm_prefix)
     mounts = [mount for harness in harnesses.values() for mount in harness.mounts() or []]
     backend = BubblewrapBackend(data, mounts)
     try:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from core.errors import unsupported
@@ -104,11 +105,12 @@ class OutputReader:
 
 
 class Harness:
-    """One agent CLI. `protocol` is what it speaks to its model; None: it calls none and takes no bundle."""
+    """One agent CLI. `protocols` is what it speaks to its model; none: it calls no model and takes no bundle."""
 
     name: ClassVar[str]
-    protocol: ClassVar[str | None]
+    protocols: ClassVar[tuple[str, ...]]
     package: ClassVar[str]
+    install: ClassVar[str] = "pip install -r requirements.txt"
     verbosity: ClassVar[bool] = False
     config: ClassVar[frozenset[str]] = frozenset()
 
@@ -125,18 +127,18 @@ class Harness:
     def admit(self, agent: Agent, bundle: Bundle | None) -> None:
         """Refuses what this harness cannot run (AGENTS_API 11.1). Raises ApiError."""
         if self.mounts() is None:
-            message = f"The harness '{self.name}' is not installed: run `pip install {self.package}` and start again."
+            message = f"The harness '{self.name}' is not installed: it comes with {self.package}; run `{self.install}`."
             raise unsupported(message, "agent.x_agents_core.harness")
         provider = "x_agents_core.model_provider"
-        if self.protocol is None and bundle is not None:
+        if not self.protocols and bundle is not None:
             raise unsupported(f"The harness '{self.name}' calls no model.", provider)
-        if self.protocol is not None and bundle is None:
+        if self.protocols and bundle is None:
             message = f"The harness '{self.name}' needs a model: send '{provider}'."
             raise unsupported(message, provider, "model_provider_required")
-        if bundle is not None and bundle.protocol != self.protocol:
-            message = f"The harness '{self.name}' speaks '{self.protocol}', not '{bundle.protocol}'."
+        if bundle is not None and bundle.protocol not in self.protocols:
+            message = f"The harness '{self.name}' speaks {' or '.join(self.protocols)}, not '{bundle.protocol}'."
             raise unsupported(message, f"{provider}.protocol")
-        if self.protocol is not None and not agent.model:
+        if self.protocols and not agent.model:
             raise unsupported(f"The harness '{self.name}' needs a model name.", "agent.model")
         if agent.verbosity != "medium" and not self.verbosity:
             raise unsupported(f"The harness '{self.name}' has no verbosity.", "agent.text.verbosity")
@@ -146,6 +148,26 @@ class Harness:
         for name in config:
             path = f"agent.x_agents_core.harness_config.{name}"
             raise unsupported(f"The harness '{self.name}' has no setting '{name}'.", path)
+
+
+def result_text(content: Any) -> str:
+    """The text of a tool's result: a string, or a list of text parts."""
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(content or "")
+
+
+def tool_result_effects(call_id: str, item: Doc, text: str, *, failed: bool, exit_code: int | None) -> Iterator[Effect]:
+    """Completes the item that a tool's call opened; a call other than an edit gets its output as an item of its own."""
+    status = "failed" if failed else "completed"
+    if item["type"] == "command_execution":
+        yield ItemDone(call_id, {**item, "status": status, "output": text, "exit_code": exit_code})
+        return
+    yield ItemDone(call_id, {**item, "status": status})
+    if item["name"] != "apply_patch":
+        members = {"output": None if failed else text, "error": text if failed else None}
+        output_item = {"type": "function_call_output", "call_id": call_id, **members, "status": status}
+        yield ItemDone(f"{call_id}-output", output_item)
 
 
 def parse_line(data: bytes) -> Doc | None:
@@ -195,10 +217,13 @@ def reasoning_item(text: str) -> Doc:
     return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}], "status": "completed"}
 
 
-def registry() -> dict[str, Harness]:
+def registry(npm_prefix: Path) -> dict[str, Harness]:
     """The harnesses of this server by id, the default first."""
     from core.harnesses.claude_sdk import ClaudeSdk
     from core.harnesses.codex import Codex
+    from core.harnesses.opencode import OpenCode
+    from core.harnesses.pi import Pi
     from core.harnesses.shell import Shell
 
-    return {harness.name: harness for harness in (Codex(), ClaudeSdk(), Shell())}
+    found = (Codex(), ClaudeSdk(), Pi(npm_prefix), OpenCode(npm_prefix), Shell())
+    return {harness.name: harness for harness in found}

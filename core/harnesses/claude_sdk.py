@@ -10,7 +10,6 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from core.errors import unsupported
 from core.harnesses import (
@@ -30,6 +29,8 @@ from core.harnesses import (
     one_of,
     parse_line,
     reasoning_item,
+    result_text,
+    tool_result_effects,
 )
 from core.sandbox import HOME, Command, Mount
 
@@ -44,7 +45,7 @@ INSTRUCTIONS = ".claude/instructions.md"
 
 class ClaudeSdk(Harness):
     name = "claude_sdk"
-    protocol = "anthropic"
+    protocols = ("anthropic",)
     package = "claude-agent-sdk"
 
     def mounts(self) -> list[Mount] | None:
@@ -156,24 +157,10 @@ class ClaudeReader(OutputReader):
         if block.get("type") != "tool_result" or item is None:
             return
         text, failed = result_text(block.get("content")), block.get("is_error") is True
-        status = "failed" if failed else "completed"
-        if item["type"] == "command_execution":
-            told = EXIT_CODE.match(text) if failed else None
-            output = text[told.end() :] if told else text
-            code = int(told[1]) if told else None
-            yield ItemDone(call_id, {**item, "status": status, "output": output, "exit_code": code})
-            return
-        yield ItemDone(call_id, {**item, "status": status})
-        if item["name"] != "apply_patch":
-            members = {"output": None if failed else text, "error": text if failed else None}
-            output_item = {"type": "function_call_output", "call_id": call_id, **members, "status": status}
-            yield ItemDone(f"{call_id}-output", output_item)
-
-
-def result_text(content: Any) -> str:
-    if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return str(content or "")
+        code = None
+        if item["type"] == "command_execution" and failed and (told := EXIT_CODE.match(text)):
+            text, code = text[told.end() :], int(told[1])
+        yield from tool_result_effects(call_id, item, text, failed=failed, exit_code=code)
 
 
 def failure_of(result: Doc) -> str | None:

@@ -43,7 +43,7 @@ RETRIES = 3  # per request, and again per broken stream: 16 requests at the most
 
 class Codex(Harness):
     name = "codex"
-    protocol = "responses"
+    protocols = ("responses",)
     package = "openai-codex-cli-bin"
     verbosity = True
 

@@ -27,7 +27,7 @@ SCRIPT = ".script.sh"
 
 class Shell(Harness):
     name = "shell"
-    protocol = None
+    protocols = ()
     package = "bash"
 
     def mounts(self) -> list[Mount] | None:
