@@ -148,7 +148,7 @@ async def sandbox_walls(runs: int) -> list[float]:
         room, walls = backend.make_room("bench", 1), []
         for _ in range(runs):
             started = time.perf_counter()
-            sandbox = await backend.run(Command(["/bin/true"], {}), room, CONTAINER_SIZES["medium"])
+            sandbox = await backend.run(Command(["/bin/true"], {}), room, CONTAINER_SIZES["medium"], 60)
             await sandbox.wait()
             walls.append((time.perf_counter() - started) * 1000)
             assert sandbox.door is not None

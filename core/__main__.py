@@ -25,19 +25,23 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from core.budget import BadPrices, load_prices
+from core.doctor import examine, exit_code
 from core.egress import new_client
 from core.harnesses import registry
 from core.harnesses.npm import DEFAULT_PREFIX
+from core.reap import ReapFailed, reap
 from core.sandbox import SandboxUnavailable
 from core.sandbox.bubblewrap import BubblewrapBackend
 from core.sandbox.rooms import remove_tree
 from core.server import Api
-from core.sessions import Sessions
+from core.sessions import Options, Sessions
 from core.store import Store, StoreUnavailable
 
 KEY_VARIABLE = "CORE_API_KEY"
 USAGE_ERROR = 2
 SLOTS = 64
+TTL_SECONDS = 24 * 3600.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,17 +52,26 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=0, help="0: any free port (%(default)s)")
     serve.add_argument("--data", type=Path, help="where state is kept (a temporary directory, removed at the end)")
     serve.add_argument("--slots", type=int, default=SLOTS, help="sandboxes at a time; more turns wait (%(default)s)")
-    serve.add_argument(
-        "--npm-prefix",
-        type=Path,
-        default=DEFAULT_PREFIX,
-        help="where `npm install --prefix` put pi and opencode (core/npm; else they are looked for on PATH)",
-    )
+    serve.add_argument("--session-ttl", type=float, default=TTL_SECONDS, help="a session's life in s (%(default)s)")
+    serve.add_argument("--prices", type=Path, help="JSON of US dollars per million tokens, for spend limits")
     serve.add_argument(
         "--exit-with-stdin",
         action="store_true",
         help="stop, and kill all sandboxes, when standard input closes",
     )
+    doctor = commands.add_parser("doctor", help="say what holds on this machine: exit 0 all, 3 most, 2 no sandboxes")
+    for command in (serve, doctor):
+        command.add_argument(
+            "--npm-prefix",
+            type=Path,
+            default=DEFAULT_PREFIX,
+            help="where `npm install --prefix` put pi and opencode (core/npm; else they are looked for on PATH)",
+        )
+    reaper = commands.add_parser("reap", help="remove the sessions that a dead client left")
+    which = reaper.add_mutually_exclusive_group(required=True)
+    which.add_argument("--run", metavar="ID", help="those whose metadata names this run_id")
+    which.add_argument("--all", action="store_true")
+    reaper.add_argument("--data", type=Path, help="of a server that is down (OPENAI_BASE_URL: one that runs)")
     return top
 
 
@@ -104,7 +117,8 @@ def data_directory(chosen: Path | None) -> Iterator[Path]:
 
 
 async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
-    """Runs the server to its end. Raises Refused, SandboxUnavailable, StoreUnavailable."""
+    """Runs the server to its end. Raises Refused, SandboxUnavailable, StoreUnavailable, BadPrices."""
+    options = Options(arguments.slots, load_prices(arguments.prices), arguments.session_ttl)
     listener = listen(arguments.host, arguments.port)
     store = Store(data)
     harnesses = registry(arguments.npm_prefix)
@@ -113,7 +127,7 @@ async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
     try:
         await backend.start()
         async with new_client() as client:
-            sessions = Sessions(store, backend, data / "blobs", harnesses, client, data, arguments.slots)
+            sessions = Sessions(store, backend, harnesses, client, data, options)
             sessions.recover()
             server = uvicorn.Server(configuration(Api(sessions, key)))
             if arguments.exit_with_stdin:
@@ -168,26 +182,39 @@ def watch_stdin(server: uvicorn.Server) -> None:
 
 def main() -> int:
     arguments = parser().parse_args()
+    try:
+        if arguments.command == "doctor":
+            findings = examine(arguments.npm_prefix)
+            print("\n".join(finding.line() for finding in findings))
+            return exit_code(findings)
+        if arguments.command == "reap":
+            count = reap(arguments.run, arguments.data)
+            print(f"{count} session{'s' * (count != 1)} removed")
+            return 0
+        return serve_command(arguments)
+    except (Refused, ReapFailed, SandboxUnavailable, StoreUnavailable, BadPrices) as error:
+        print(f"core: {error}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def serve_command(arguments: argparse.Namespace) -> int:
     logging.basicConfig(format="core: %(message)s", level=logging.WARNING, stream=sys.stderr)
     os.umask(0o022)  # sandboxes run under other user ids and must be able to read what is laid out for them
     # uvicorn stops on these signals and raises them again afterwards, when there is still something to clean up.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    try:
-        key = os.environ.pop(KEY_VARIABLE, "")
-        if not key and not is_loopback(arguments.host):
-            raise Refused(f"set {KEY_VARIABLE} to serve on {arguments.host}: beyond loopback the key must be yours")
-        if arguments.slots < 1:
-            raise Refused("--slots must be at least 1")
-        with data_directory(arguments.data) as data:
-            uvloop.run(serve(arguments, data, key or secrets.token_urlsafe(32)))
-    except (Refused, SandboxUnavailable, StoreUnavailable) as error:
-        print(f"core: {error}", file=sys.stderr)
-        return USAGE_ERROR
+    key = os.environ.pop(KEY_VARIABLE, "")
+    if not key and not is_loopback(arguments.host):
+        raise Refused(f"set {KEY_VARIABLE} to serve on {arguments.host}: beyond loopback the key must be yours")
+    if arguments.slots < 1 or not arguments.session_ttl > 0:
+        raise Refused("--slots and --session-ttl must be positive")
+    with data_directory(arguments.data) as data:
+        uvloop.run(serve(arguments, data, key or secrets.token_urlsafe(32)))
     return 0
 
 
 if __name__ == "__main__":
     if not sys.platform.startswith("linux"):
-        sys.exit("core: sandboxes need Linux; set OPENAI_BASE_URL to an Agents API elsewhere.")
+        print("core: sandboxes need Linux; set OPENAI_BASE_URL to an Agents API elsewhere.", file=sys.stderr)
+        sys.exit(USAGE_ERROR)
     sys.exit(main())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from core.budget import Ceilings
 from core.egress import sum_usage
 from core.wire import SessionCreate
 
@@ -22,6 +23,8 @@ def new_session(request: SessionCreate, session_id: str, ids: tuple[str, str], h
     extension: Doc = {}
     if request.bundle is not None:
         extension["model_provider"] = request.bundle.public()
+    if request.limits:
+        extension["limits"] = request.limits
     return {
         "id": session_id,
         "object": "agent.session",
@@ -31,12 +34,16 @@ def new_session(request: SessionCreate, session_id: str, ids: tuple[str, str], h
         "environment": environment_document(request, environment_id),
         "metadata": request.metadata,
         "vault_ids": [],
-        "spend_control": None,
+        "spend_control": spend_document(request.ceilings, 0),
         "x_agents_core": extension,
         "_environment": {"status": "pending", "error": None},
         "_secrets": request.bundle is not None or bool(request.environment.env),
         "_thread": None,
     }
+
+
+def spend_document(ceilings: Ceilings, cents: float) -> Doc | None:
+    return None if ceilings.spend_cents is None else {"limit": ceilings.spend_cents, "consumed": int(cents)}
 
 
 def agent_document(request: SessionCreate, agent_id: str, harness: str) -> Doc:

@@ -19,13 +19,14 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import h11
 import httpx
 
+from core.budget import Budget, Ceilings
 from core.sandbox.launcher import DOOR_HOST, DOOR_PORT
 from core.wire import Bundle
 
@@ -73,14 +74,15 @@ class Call:
     """One request of the harness to its model. Tokens are None when the provider did not report them."""
 
     path: str
-    started_at: float
+    started_ns: int
     status: int | None = None
+    passed_bytes: int = 0  # of the request's and the answer's body
     # "unreachable", "timeout", "cut", "malformed": the answer never came, broke off, or is none of a model
     problem: str | None = None
     error_code: str | None = None
     error_message: str | None = None
     usage: dict[str, Any] | None = None
-    ended_at: float | None = None
+    ended_ns: int | None = None
 
     @property
     def counted(self) -> bool:
@@ -210,6 +212,8 @@ class Door:
     bundle: Bundle | None
     client: httpx.AsyncClient
     key: str = field(default_factory=lambda: f"sandbox-{secrets.token_hex(16)}")
+    budget: Budget = field(default_factory=lambda: Budget(Ceilings()))
+    on_call: Callable[[Call], None] = lambda call: None  # told of each call that has ended
     calls: list[Call] = field(default_factory=list)
     held: int = 0  # bytes of request bodies in memory
 
@@ -264,6 +268,10 @@ class Door:
         if not hmac.compare_digest(offered, self.key.encode()):
             return 401, "The key is not this session's."
         return None
+
+    def counts(self, request: h11.Request) -> bool:
+        """Whether ceilings hold for a request: counting tokens is no call."""
+        return not request.target.partition(b"?")[0].endswith(b"/count_tokens")
 
     def upstream_url(self, target: bytes) -> str:
         """Where a path of the door leads (AGENTS_API 11.3)."""
@@ -351,6 +359,8 @@ class Connection:
                 if size > BODY_BYTES or self.door.held > DOOR_BYTES:
                     await self.answer_error(413, f"A request is at most {BODY_BYTES} bytes.")
                     return False
+            if not refused and self.door.counts(request) and (spent := self.door.budget.check()):
+                refused = 400, spent.message
             if refused:
                 await self.answer_error(*refused)
             else:
@@ -381,7 +391,7 @@ class Connection:
         await self.send(h11.EndOfMessage())
 
     async def forward(self, request: h11.Request, body: bytes) -> None:
-        call = Call(request.target.partition(b"?")[0].decode("latin-1"), time.time())
+        call = Call(request.target.partition(b"?")[0].decode("latin-1"), time.time_ns(), passed_bytes=len(body))
         self.door.calls.append(call)
         url = self.door.upstream_url(request.target)
         begun = broken = False
@@ -397,7 +407,10 @@ class Connection:
             broken, call.problem = True, "cut" if begun else "unreachable"
             call.error_message = self.door.mask(f"{type(error).__name__}: {error}")[:500]
         finally:
-            call.ended_at = time.time()
+            call.ended_ns = time.time_ns()
+            if call.counted:
+                self.door.budget.add(call.usage, call.passed_bytes)
+            self.door.on_call(call)
         if broken and not begun:
             await self.answer_error(504 if call.problem == "timeout" else 502, "The model endpoint did not answer.")
         elif broken:
@@ -416,6 +429,7 @@ class Connection:
         await self.send(h11.Response(status_code=status, headers=[*fields, ("transfer-encoding", "chunked")]))
         # An endpoint that refuses may repeat the key it was sent: nothing of the answer may carry it in.
         async for chunk in answer.aiter_bytes():
+            call.passed_bytes += len(chunk)
             await self.pass_on(mask.feed(chunk), observer)
         await self.pass_on(mask.held, observer)
         observer.end()

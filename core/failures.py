@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from core.budget import Spent
 from core.egress import Call
 
 
@@ -138,10 +139,15 @@ def exit_failure(calls: list[Call], code: int, stderr: str, *, memory_exceeded: 
     return Failure("server_error", message, "infrastructure", "harness_exited", params={"exit_code": code})
 
 
+def budget_failure(spent: Spent) -> Failure:
+    return Failure("session_budget_exceeded", spent.message, "budget", spent.reason, params={"limit": spent.limit})
+
+
 RESTARTED = Failure("server_error", "interrupted by restart", "infrastructure", "server_restarted")
 SANDBOX_LOST = Failure(
     "sandbox_error", "The sandbox was lost: the launcher of sandboxes died.", "environment", "sandbox_lost"
 )
+EXPIRED = Failure("request_timeout", "The session's life is over.", "infrastructure", "session_expired")
 KEY_LOST = Failure(
     "authentication_error",
     "The session's model key was lost when the server restarted; create a new session.",

@@ -6,18 +6,21 @@ full size. The whole text of a flood is never held.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from core.harnesses import Effect, ItemDone, ItemStarted, Notice, OutputDelta
 from core.store import Store, new_id
+from core.traces import span
 
 Doc = dict[str, Any]
 FIELD_BYTES = 256 << 10
 STREAMED_BYTES = 256 << 10  # of an item's output, as deltas
 MAX_WARNINGS = 20
 PREFIX = "agent.session."
+SPAN_TYPES = ("command_execution", "function_call", "mcp_call")
 
 
 @dataclass
@@ -80,6 +83,16 @@ class Entry:
     index: int
     text: BoundedText = field(default_factory=BoundedText)
     streamed: int = 0
+    started_ns: int = field(default_factory=time.time_ns)
+
+
+def item_span(entry: Entry) -> Doc:
+    """The span of a command or tool call. Neither its input nor its output is in there."""
+    item, command = entry.item, entry.item["type"] == "command_execution"
+    name = "command" if command else f"tool {str(item['name'])[:100]}"
+    members = {"item.id": item["id"], "exit_code": item.get("exit_code")}
+    kind, failed = ("command" if command else "tool"), item["status"] == "failed"
+    return span(kind, name, entry.started_ns, time.time_ns(), failed=failed, **members)
 
 
 class Recorder:
@@ -168,6 +181,8 @@ class Recorder:
         self.store.save_item(self.session_id, entry.item)
         if item["type"] == "message":
             self.emit_text(entry)
+        if item["type"] in SPAN_TYPES:
+            self.store.add_span(self.session_id, self.turn_id, item_span(entry))
         if item["type"] != "function_call_output":
             self.emit(f"{PREFIX}turn.item.done", output_index=entry.index, item=entry.item)
 

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from core.errors import ApiError, bad_request, not_found
 from core.sessions import CREATE_SCOPE, Sessions
 from core.store import Page, UnknownCursor, dumps
+from core.traces import trace_document
 from core.wire import (
     BODY_BYTES,
     CREATE_BODY_BYTES,
@@ -48,7 +49,6 @@ Handler = Callable[["Api", Request, list[str]], Awaitable[Response]]
 ID = "*"
 UNSERVED: dict[tuple[str, ...], str] = {
     ("agents", "sessions", ID, "subagents"): "Harnesses run here without subagents.",
-    ("agents", "sessions", ID, "traces"): "Read the session's turns and items instead.",
     ("agents", "environments", ID, "files"): "Send files in 'environment.files' of the session instead.",
     ("agents", "environments"): "Send 'environment' with each session instead.",
     ("agents", "automations"): "Create sessions when they are due instead.",
@@ -177,6 +177,13 @@ class Api:
 
     async def retrieve_turn(self, request: Request, ids: list[str]) -> Response:
         return Json(self.element("turns", ids))
+
+    async def list_traces(self, request: Request, ids: list[str]) -> Response:
+        paging = Query(request.scope["query_string"]).paging(clamp=False)
+        self.sessions.require(ids[0])
+        page = self.page(lambda: self.rows("turns", {"session_id": ids[0]}, paging), not_found())
+        traces = [trace_document(turn, self.sessions.store.spans(turn["id"])) for turn in page.data]
+        return list_response(Page(traces, page.has_more))
 
     async def list_turn_items(self, request: Request, ids: list[str]) -> Response:
         query = Query(request.scope["query_string"])
@@ -311,6 +318,7 @@ ROUTES: dict[tuple[str, ...], dict[str, Handler]] = {
     (*S, "turns", ID): {"GET": Api.retrieve_turn},
     (*S, "turns", ID, "items"): {"GET": Api.list_turn_items},
     (*S, "items"): {"GET": Api.list_items},
+    (*S, "traces"): {"GET": Api.list_traces},
     (*S, "artifacts"): {"GET": Api.list_artifacts},
     (*S, "artifacts", ID): {"GET": Api.retrieve_artifact, "DELETE": Api.delete_artifact},
     (*S, "artifacts", ID, "content"): {"GET": Api.artifact_content},

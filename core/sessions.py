@@ -16,12 +16,14 @@ import logging
 import secrets
 import sqlite3
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from core import failures
+from core.budget import Budget, Price
 from core.documents import (
     TERMINAL,
     new_session,
@@ -42,10 +44,20 @@ from core.wire import Agent, Environment, InputEvents, Message, SessionCreate, T
 PREFIX = "agent.session."
 CREATE_SCOPE = ""
 DELETE_WAIT_SECONDS = 10.0
+LONGEST_TIMER = 3600.0 * 12
 BUSY = "session must be durably idle or failed without required actions before deletion"
 
 Doc = dict[str, Any]
 log = logging.getLogger("core")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The operator's choices: sandboxes at a time, prices by model, a session's life in seconds."""
+
+    slots: int
+    prices: dict[str, Price]
+    ttl: float
 
 
 class Sessions:
@@ -55,17 +67,20 @@ class Sessions:
         self,
         store: Store,
         backend: Backend,
-        blobs: Path,
         harnesses: dict[str, Harness],
         client: httpx.AsyncClient,
         data: Path,
-        slots: int,
+        options: Options,
     ) -> None:
         self.store = store
         self.backend = backend
         self.harnesses = harnesses
         self.client = client
-        self.runner = TurnRunner(store, backend, blobs, slots)
+        self.prices = options.prices
+        self.ttl = options.ttl
+        self.timers: dict[str, asyncio.TimerHandle] = {}
+        self.expiring: set[asyncio.Task[None]] = set()
+        self.runner = TurnRunner(store, backend, data / "blobs", options.slots)
         self.live: dict[str, Live] = {}
         self.digest_key = digest_key(data / "digest.key")
 
@@ -96,6 +111,9 @@ class Sessions:
             message = f"Unknown harness '{name}'; this server has {known}."
             raise unsupported(message, "agent.x_agents_core.harness")
         harness.admit(request.agent, request.bundle)
+        if request.ceilings.spend_cents is not None and request.agent.model not in self.prices:
+            message = "There is no price for this model on the server, so a spend limit cannot be enforced."
+            raise unsupported(message, "spend_control.limit")
         return harness
 
     def create(self, request: SessionCreate, key: str | None, digest: str) -> str:
@@ -119,9 +137,10 @@ class Sessions:
             self.backend.remove_room(session_id)
             reason = error.strerror if isinstance(error, OSError) else error
             raise unavailable(f"The session cannot be stored: {reason}.", "artifact_storage_unavailable") from None
-        door = Door(request.bundle, self.client)
+        budget = Budget(request.ceilings, self.prices.get(request.agent.model or ""))
+        door = Door(request.bundle, self.client, budget=budget)
         live = Live(session_id, request.agent, harness, request.environment, room, door)
-        self.live[session_id] = live
+        self.keep(live, now)
         self.spawn(live, turn_id)
         return session_id
 
@@ -217,16 +236,65 @@ class Sessions:
                 raise conflict(BUSY, settling=True)
         elif turn is not None and live is not None:
             self.runner.cancel(live, turn["id"])
-        await self.discard(session_id, live)
+        await self.discard(session_id)
 
-    async def discard(self, session_id: str, live: Live | None) -> None:
-        """Ends what is recorded first, so that nothing new can start; then what runs, then the files."""
-        with self.store.transaction():
-            self.store.delete_session(session_id)
+    # ── the end of a session's life ───────────────────────────────────────────────────────────────
+
+    def keep(self, live: Live, created_at: int) -> None:
+        """Holds a session in memory until its time is over."""
+        live.expires_at = created_at + self.ttl
+        self.live[live.session_id] = live
+        self.watch(live.session_id, live.seconds_left())
+
+    def watch(self, session_id: str, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.unwatch(session_id)
+        # asyncio's timers hold a day at the most reliably; a longer life is watched in pieces.
+        self.timers[session_id] = loop.call_later(min(max(seconds, 0), LONGEST_TIMER), self.due, session_id)
+
+    def unwatch(self, session_id: str) -> None:
+        if timer := self.timers.pop(session_id, None):
+            timer.cancel()
+
+    def due(self, session_id: str) -> None:
+        stored = self.store.session(session_id)
+        if stored is None:
+            return
+        left = stored["created_at"] + self.ttl - time.time()
+        if left > 0:
+            self.watch(session_id, left)
+            return
+        task = asyncio.create_task(self.expire(stored))
+        self.expiring.add(task)
+        task.add_done_callback(self.expiring.discard)
+
+    async def expire(self, stored: Doc) -> None:
+        """Ends a session: what runs fails and is killed, the sandbox's files go; the record and artifacts stay."""
+        session_id, turn = stored["id"], self.active_turn(stored["id"])
+        live = self.live.get(session_id) or self.revive(stored)
+        if turn is not None:
+            self.runner.fail(live, turn["id"], failures.EXPIRED)
+        if stored["_environment"]["status"] in ("pending", "ready"):
+            turn_id = turn["id"] if turn is not None else None
+            self.runner.move_environment(live, turn_id, "expired", failures.EXPIRED.message)
+            with self.store.transaction():
+                self.runner.session_event(live, "failed")
+        await self.stop(session_id)
+        await asyncio.to_thread(self.backend.remove_room, session_id)
+
+    async def stop(self, session_id: str) -> None:
+        """Ends what runs of a session, and forgets what was in memory."""
+        self.unwatch(session_id)
+        live = self.live.pop(session_id, None)
         for task in list(live.tasks) if live else []:
             task.cancel()
             await asyncio.wait({task})
-        self.live.pop(session_id, None)
+
+    async def discard(self, session_id: str) -> None:
+        """Ends what is recorded first, so that nothing new can start; then what runs, then the files."""
+        with self.store.transaction():
+            self.store.delete_session(session_id)
+        await self.stop(session_id)
         await asyncio.to_thread(self.remove_files, session_id)
 
     def remove_files(self, session_id: str) -> None:
@@ -280,6 +348,9 @@ class Sessions:
             recorder = Recorder.reopened(self.store, stored["id"], turn["id"])
             self.runner.fail(self.revive(stored), turn["id"], failures.RESTARTED, recorder)
             self.live.pop(stored["id"], None)
+        for stored in self.all_sessions():
+            if stored["_environment"]["status"] == "ready":
+                self.watch(stored["id"], stored["created_at"] + self.ttl - time.time())
         known = {stored["id"] for stored in self.all_sessions()}
         for name in {*self.backend.rooms_left(), *self.runner.blobs_left()} - known:
             self.remove_files(name)
@@ -306,12 +377,14 @@ class Sessions:
         room = self.backend.make_room(stored["id"], number)
         door = Door(None, self.client)
         live = Live(stored["id"], agent, harness, environment, room, door, secrets_lost=stored["_secrets"])
-        self.live[stored["id"]] = live
+        self.keep(live, stored["created_at"])
         return live
 
     async def close(self) -> None:
         """Ends every turn without waiting for it; the sandboxes die with the backend."""
-        tasks = [task for live in self.live.values() for task in live.tasks]
+        for session_id in list(self.timers):
+            self.unwatch(session_id)
+        tasks = [*self.expiring, *(task for live in self.live.values() for task in live.tasks)]
         for task in tasks:
             task.cancel()
         if tasks:

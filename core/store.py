@@ -38,6 +38,9 @@ CREATE TABLE artifacts (seq INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, sessio
 CREATE INDEX artifacts_by_session ON artifacts (session_id, seq);
 CREATE TABLE events (seq INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, session_id TEXT NOT NULL, doc TEXT NOT NULL);
 CREATE INDEX events_by_session ON events (session_id, seq);
+CREATE TABLE spans (seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL, turn_id TEXT NOT NULL, doc TEXT NOT NULL);
+CREATE INDEX spans_by_turn ON spans (turn_id, seq);
+CREATE INDEX spans_by_session ON spans (session_id);
 CREATE TABLE idempotency (scope TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, session_id TEXT NOT NULL,
     PRIMARY KEY (scope, key));
 """
@@ -159,7 +162,7 @@ class Store:
 
     def delete_session(self, session_id: str) -> None:
         """Removes all of a session but its id and idempotency key."""
-        for table in ("turns", "items", "artifacts", "events"):
+        for table in ("turns", "items", "artifacts", "events", "spans"):
             self.db.execute(f"DELETE FROM {table} WHERE session_id=?", (session_id,))
         self.db.execute("DELETE FROM idempotency WHERE scope=?", (session_id,))
         self.db.execute("UPDATE sessions SET deleted=1, metadata='{}', doc='{}' WHERE id=?", (session_id,))
@@ -222,6 +225,14 @@ class Store:
         """Path → digest of the latest artifact of each path."""
         rows = self.db.execute("SELECT path, sha256 FROM artifacts WHERE session_id=? ORDER BY seq", (session_id,))
         return dict(rows.fetchall())
+
+    def add_span(self, session_id: str, turn_id: str, doc: Doc) -> None:
+        values = (session_id, turn_id, dumps(doc))
+        self.db.execute("INSERT INTO spans (session_id, turn_id, doc) VALUES (?,?,?)", values)
+
+    def spans(self, turn_id: str) -> list[Doc]:
+        rows = self.db.execute("SELECT doc FROM spans WHERE turn_id=? ORDER BY seq", (turn_id,))
+        return [json.loads(row[0]) for row in rows.fetchall()]
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────
 

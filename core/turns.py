@@ -19,13 +19,14 @@ from typing import Any
 from core import failures
 from core.artifacts import Blobs, Capture, CaptureFailed, capture
 from core.documents import TERMINAL, artifact_document, environment_state, session_document
-from core.egress import DOOR_URL, Door
+from core.egress import DOOR_URL, Call, Door
 from core.failures import Failure
 from core.harnesses import Effect, Ended, Harness, OutputReader, Thread, TurnRequest
 from core.recorder import Recorder
 from core.sandbox import CONTAINER_SIZES, OUTPUTS, Backend, Command, Limits, Room, Sandbox, SandboxFailed
 from core.sandbox.rooms import install, open_up
 from core.store import Store, new_id
+from core.traces import span
 from core.wire import Agent, Environment
 
 CHUNK_BYTES = 1 << 16
@@ -52,7 +53,11 @@ class Live:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    expires_at: float = 0.0  # seconds since the epoch
     secrets_lost: bool = False
+
+    def seconds_left(self) -> float:
+        return self.expires_at - time.time()
 
     @property
     def limits(self) -> Limits:
@@ -104,7 +109,7 @@ class TurnRunner:
 
     async def prepare(self, live: Live, turn_id: str | None) -> bool:
         """Runs the setup commands once per session. False when they failed and the session with them."""
-        stored = self.session(live)
+        stored, started = self.session(live), time.time_ns()
         if stored["_environment"]["status"] != "pending":
             return bool(stored["_environment"]["status"] == "ready")
         self.move_environment(live, turn_id, "pending")
@@ -115,6 +120,9 @@ class TurnRunner:
             failure = failures.sandbox_failure("initialization did not complete", "preparation_timeout")
         except (SandboxFailed, OSError) as error:
             failure = failures.sandbox_failure(f"The sandbox did not start: {error}", "sandbox_lost")
+        if turn_id is not None:
+            preparation = span("preparation", "preparation", started, time.time_ns(), failed=failure is not None)
+            self.add_span(live, turn_id, preparation)
         if failure is None:
             self.move_environment(live, turn_id, "ready")
             return True
@@ -133,7 +141,7 @@ class TurnRunner:
         script = 'cd -- "$1" && exec /bin/bash -c "$2"'
         argv = ["/bin/bash", "-c", script, "setup", directory, command]
         sandbox = await self.backend.run(
-            Command(argv, dict(live.environment.env), merge_stderr=True), live.room, live.limits
+            Command(argv, dict(live.environment.env), merge_stderr=True), live.room, live.limits, live.seconds_left()
         )
         draining = asyncio.create_task(drain(sandbox.stdout))
         try:
@@ -175,9 +183,13 @@ class TurnRunner:
         if live.secrets_lost:
             self.fail(live, turn_id, failures.KEY_LOST)
             return
+        if live.door.budget.exhausted.is_set():
+            self.fail(live, turn_id, failures.budget_failure(live.door.budget.spent))
+            return
         self.begin(live, turn)
         recorder = Recorder(self.store, live.session_id, turn_id)
         live.door.begin_turn()
+        live.door.on_call = lambda call: self.add_span(live, turn_id, call_span(call))
         try:
             outcome = await self.drive(live, turn_id, recorder)
         except (SandboxFailed, OSError) as error:
@@ -200,7 +212,7 @@ class TurnRunner:
         for name, data in launch.home_files.items():
             install(live.room.home, name, data, live.room.uid)
         started = time.monotonic()
-        sandbox = await self.backend.run(launch.command, live.room, live.limits)
+        sandbox = await self.backend.run(launch.command, live.room, live.limits, live.seconds_left())
         output = Output(live.harness.reader(), lambda effects: self.apply(live, recorder, effects))
         reading = asyncio.create_task(output.follow(sandbox.stdout))
         stderr = asyncio.create_task(tail(sandbox.stderr, STDERR_BYTES))
@@ -222,12 +234,16 @@ class TurnRunner:
         return live.door.open(sandbox.door)
 
     async def until_over(self, live: Live, sandbox: Sandbox, output: Output, reading: asyncio.Task[None]) -> None:
-        """Waits for the terminal event, the exit, or a cancel, which gets SIGTERM and a moment before the kill."""
-        exited = asyncio.create_task(sandbox.wait())
-        waits = [exited, asyncio.create_task(live.cancelled.wait()), asyncio.create_task(output.over.wait())]
+        """Waits for the terminal event or the exit. A cancel or a ceiling gets SIGTERM and a moment before the kill."""
+        exited, budget = asyncio.create_task(sandbox.wait()), live.door.budget
+        events = (live.cancelled, output.over, budget.exhausted)
+        waits = [exited, *(asyncio.create_task(event.wait()) for event in events)]
+        seconds = budget.ceilings.max_turn_seconds
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if live.cancelled.is_set() and output.ended is None:
+            done, _ = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done and seconds is not None:
+                budget.fire(f"The turn's ceiling of {seconds} seconds has passed.", "budget_seconds", seconds)
+            if output.ended is None and (live.cancelled.is_set() or budget.exhausted.is_set()):
                 sandbox.terminate()
                 await asyncio.wait({exited}, timeout=GRACE_SECONDS)
         finally:
@@ -254,7 +270,9 @@ class TurnRunner:
 
     async def settle(self, live: Live, turn_id: str, recorder: Recorder, outcome: Outcome) -> None:
         calls = live.door.calls
-        if outcome.ended is not None and outcome.ended.error is None:
+        if live.door.budget.exhausted.is_set():
+            self.fail(live, turn_id, failures.budget_failure(live.door.budget.spent), recorder)
+        elif outcome.ended is not None and outcome.ended.error is None:
             await self.complete(live, turn_id, recorder)
         elif outcome.cancelled:
             self.cancel(live, turn_id, recorder)
@@ -334,9 +352,15 @@ class TurnRunner:
         self.store.save_turn(turn)
         stored = self.session(live)
         stored["last_active_at"] = now
+        if stored["spend_control"] is not None:
+            stored["spend_control"]["consumed"] = int(live.door.budget.cents)
         self.store.save_session(stored)
         self.turn_event(live, turn, f"turn.{status}", usage=turn["usage"])
         self.session_event(live, "failed" if status == "failed" else "idle")
+
+    def add_span(self, live: Live, turn_id: str, stored_span: Doc) -> None:
+        with self.store.transaction():
+            self.store.add_span(live.session_id, turn_id, stored_span)
 
     # ── reading and telling ───────────────────────────────────────────────────────────────────────
 
@@ -359,6 +383,15 @@ class TurnRunner:
     def turn_event(self, live: Live, turn: Doc, name: str, **members: Any) -> None:
         head = {"session_id": live.session_id, "turn_id": turn["id"], "turn": turn}
         self.store.add_event(live.session_id, f"{PREFIX}{name}", {**head, **members})
+
+
+def call_span(call: Call) -> Doc:
+    """The span of one model call."""
+    usage = call.usage or {}
+    members = {"http.status": call.status, "problem": call.problem, "error.code": call.error_code}
+    tokens = {name: usage.get(name) for name in ("input_tokens", "output_tokens")}
+    ended = call.ended_ns or call.started_ns
+    return span("call", f"POST {call.path}", call.started_ns, ended, failed=call.failed, **members, **tokens)
 
 
 class Output:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from urllib.parse import parse_qsl, urlsplit
 
+from core.budget import Ceilings
 from core.errors import bad_request, unsupported
 from core.sandbox import CONTAINER_SIZES
 
@@ -202,11 +203,15 @@ class Environment:
 
 @dataclass(frozen=True)
 class SessionCreate:
+    """What a client asked for. `limits` holds the ceilings it named, as they read back."""
+
     agent: Agent
     environment: Environment
     input: list[Doc] | None  # content parts of the user message
     metadata: dict[str, str]
     bundle: Bundle | None
+    ceilings: Ceilings
+    limits: dict[str, int]
     stream: bool
 
 
@@ -220,7 +225,7 @@ def parse_session_create(body: Doc) -> SessionCreate:
     agent = parse_agent(Members(raw_agent, "agent"), top_extension)
     bundle = parse_bundle(top_extension)
     top_extension.neutral("environment")
-    top_extension.neutral("limits")
+    limits = parse_limits(top_extension)
     top_extension.done()
     environment = parse_environment(
         Members(members.take("environment", dict, "an object", required=True), "environment")
@@ -236,12 +241,12 @@ def parse_session_create(body: Doc) -> SessionCreate:
     if stream and content is None:
         raise bad_request("'stream': true needs an 'input'.", "input")
     metadata = parse_metadata(members)
-    members.neutral("spend_control", {"limit": None}, {})
+    ceilings = Ceilings(**limits, spend_cents=parse_spend(members))
     members.neutral("vault_ids", [])
     members.neutral("prompt_cache_options")
     members.neutral("review", "none")
     members.done()
-    return SessionCreate(agent, environment, content, metadata, bundle, stream)
+    return SessionCreate(agent, environment, content, metadata, bundle, ceilings, limits, stream)
 
 
 def parse_agent(agent: Members, top: Members) -> Agent:
@@ -266,6 +271,25 @@ def parse_agent(agent: Members, top: Members) -> Agent:
     own, winning = (holder.take("harness_config", dict, "an object") for holder in (extension, top))
     extension.done()
     return Agent(model, instructions, verbosity, harness, (own if winning is None else winning) or {})
+
+
+def parse_limits(extension: Members) -> dict[str, int]:
+    limits = extension.members("limits")
+    if limits is None:
+        return {}
+    named = {name: limits.positive(name) for name in ("max_calls", "max_total_tokens", "max_turn_seconds")}
+    limits.done()
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def parse_spend(members: Members) -> int | None:
+    """The spend limit in US cents."""
+    spend = members.members("spend_control")
+    if spend is None:
+        return None
+    limit = spend.positive("limit")
+    spend.done()
+    return limit
 
 
 def parse_bundle(extension: Members) -> Bundle | None:

@@ -6,6 +6,7 @@ end of the turn. It starts nothing, stores nothing and knows no session beyond w
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 from collections.abc import Iterator
@@ -118,6 +119,10 @@ class Harness:
         """What it needs inside the sandbox; None when it is not installed."""
         raise NotImplementedError
 
+    def version(self) -> str | None:
+        """What is installed, as its package tells."""
+        raise NotImplementedError
+
     def launch(self, turn: TurnRequest) -> Launch:
         raise NotImplementedError
 
@@ -148,6 +153,13 @@ class Harness:
         for name in config:
             path = f"agent.x_agents_core.harness_config.{name}"
             raise unsupported(f"The harness '{self.name}' has no setting '{name}'.", path)
+
+
+def wheel_version(package: str) -> str | None:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def result_text(content: Any) -> str:

@@ -31,6 +31,7 @@ from core.harnesses import (
     reasoning_item,
     result_text,
     tool_result_effects,
+    wheel_version,
 )
 from core.sandbox import HOME, Command, Mount
 
@@ -54,6 +55,9 @@ class ClaudeSdk(Harness):
             return None
         binary = Path(found.origin).with_name("_bundled") / "claude"
         return [Mount(binary, INSIDE)] if binary.is_file() else None
+
+    def version(self) -> str | None:
+        return wheel_version(self.package)
 
     def check_config(self, config: Doc) -> None:
         one_of(config, "effort", EFFORTS)

@@ -31,6 +31,7 @@ from core.harnesses import (
     one_of,
     parse_line,
     reasoning_item,
+    wheel_version,
 )
 from core.sandbox import HOME, Command, Mount
 
@@ -53,6 +54,9 @@ class Codex(Harness):
             return None
         package = Path(found.origin).parent
         return [Mount(package, INSIDE), Mount(package / "codex-path", "/opt/tools")]
+
+    def version(self) -> str | None:
+        return wheel_version(self.package)
 
     def check_config(self, config: Doc) -> None:
         one_of(config, "model_reasoning_effort", EFFORTS)

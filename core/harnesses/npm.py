@@ -5,6 +5,7 @@ Their versions are pinned in `core/npm/package.json`, which is also the default 
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,14 @@ from core.sandbox import Mount
 DEFAULT_PREFIX = Path(__file__).parents[1] / "npm"
 NPM_INSTALL = "npm install --prefix core/npm"
 INSIDE = "/opt/npm"
+
+
+def npm_version(package: str, mount: Mount) -> str | None:
+    """The package and its version, as its package.json tells."""
+    try:
+        return f"{package} {json.loads((mount.source / package / 'package.json').read_text())['version']}"
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def find(program: str, prefix: Path) -> tuple[Mount, str] | None:

@@ -29,7 +29,7 @@ from core.harnesses import (
     reasoning_item,
     tool_result_effects,
 )
-from core.harnesses.npm import NPM_INSTALL, find
+from core.harnesses.npm import NPM_INSTALL, find, npm_version
 from core.sandbox import HOME, Command, Mount
 
 CONFIG = ".config/opencode/opencode.json"
@@ -49,6 +49,9 @@ class OpenCode(Harness):
 
     def mounts(self) -> list[Mount] | None:
         return [self.found[0]] if self.found else None
+
+    def version(self) -> str | None:
+        return npm_version(self.package, self.found[0]) if self.found else None
 
     def launch(self, turn: TurnRequest) -> Launch:
         assert self.found is not None

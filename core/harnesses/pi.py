@@ -32,7 +32,7 @@ from core.harnesses import (
     result_text,
     tool_result_effects,
 )
-from core.harnesses.npm import NPM_INSTALL, find
+from core.harnesses.npm import NPM_INSTALL, find, npm_version
 from core.sandbox import HOME, Command, Mount
 
 DIRECTORY = ".pi/agent"
@@ -59,6 +59,9 @@ class Pi(Harness):
 
     def mounts(self) -> list[Mount] | None:
         return [self.found[0]] if self.found else None
+
+    def version(self) -> str | None:
+        return npm_version(self.package, self.found[0]) if self.found else None
 
     def launch(self, turn: TurnRequest) -> Launch:
         assert self.found is not None and turn.bundle is not None

@@ -33,6 +33,9 @@ class Shell(Harness):
     def mounts(self) -> list[Mount] | None:
         return []
 
+    def version(self) -> str | None:
+        return "bash"
+
     def launch(self, turn: TurnRequest) -> Launch:
         script = turn.text.encode(errors="surrogatepass")
         command = Command(["/bin/bash", f"{HOME}/{SCRIPT}"], turn.env, merge_stderr=True)

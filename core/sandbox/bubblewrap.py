@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import resource
 import shutil
 import socket
@@ -169,7 +170,7 @@ class BubblewrapBackend:
         sources |= {f"interpreters{part}": part for prefix in interpreters for part in parts_of(prefix)}
         self.fixed_options = fixed_options(interpreters)
         await self.start_launcher(sources, masks_in_usr([self.data, Path(__file__).parents[2]]))
-        await self.try_out()
+        await self.inside("exit 0")
 
     async def start_launcher(self, sources: dict[str, Path], masks: list[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -200,19 +201,33 @@ class BubblewrapBackend:
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=answer["message"]))
         loop.add_reader(ours, self.on_message)
 
-    async def try_out(self) -> None:
+    async def inside(self, script: str) -> str:
+        """What a shell script prints in a sandbox of its own. Raises SandboxUnavailable when it does not succeed."""
         room = self.make_room("trial", 0)
         try:
-            sandbox = await self.run(Command(["/bin/sh", "-c", "exit 7"], {}), room, CONTAINER_SIZES["small"])
+            command, limits = Command(["/bin/sh", "-c", script], {}), CONTAINER_SIZES["small"]
+            sandbox = await self.run(command, room, limits, START_SECONDS)
             code = await asyncio.wait_for(sandbox.wait(), START_SECONDS)
-            said = await sandbox.stderr.read() if sandbox.stderr else b""
+            printed, said = await sandbox.stdout.read(), await sandbox.stderr.read() if sandbox.stderr else b""
+            if sandbox.door is not None:
+                sandbox.door.close()
         except (SandboxFailed, asyncio.TimeoutError) as error:
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=str(error) or "no answer")) from None
         finally:
             self.remove_room("trial")
-        if code != 7:
+        if code != 0:
             reason = said.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=reason[0]))
+        return printed.decode(errors="replace")
+
+    def traits(self) -> list[tuple[str, str, bool]]:
+        """(what, how it is done here, whether that is the strong way)."""
+        user = "a user id of its own per sandbox" if self.uids else "the server's own user, in a namespace of its own"
+        memory = f"cgroup v{self.cgroups.version}" if self.cgroups else "a watchdog that looks twice a second"
+        filtered = seccomp.program() is not None
+        calls = "dangerous calls are refused" if filtered else "no filter is known for this architecture"
+        sandbox = f"bubblewrap on Linux {platform.release()}; {user}"
+        return [("sandbox", sandbox, True), ("memory", memory, bool(self.cgroups)), ("system calls", calls, filtered)]
 
     async def close(self) -> None:
         """Kills every sandbox and the launcher."""
@@ -241,15 +256,15 @@ class BubblewrapBackend:
         """Names of rooms on disk, of this server or of an earlier one with the same data directory."""
         return [path.name for path in self.rooms.iterdir()]
 
-    async def run(self, command: Command, room: Room, limits: Limits) -> BubblewrapSandbox:
-        """Starts a payload and returns once it is under way. Raises SandboxFailed."""
+    async def run(self, command: Command, room: Room, limits: Limits, seconds: float) -> BubblewrapSandbox:
+        """Starts a payload, which is killed after `seconds`; returns once it is under way. Raises SandboxFailed."""
         self.count += 1
         name = f"{room.path.name}-{self.count}"
         groups = self.cgroups.create(name, limits) if self.cgroups else []
         sandbox = BubblewrapSandbox(self, name, limits, groups)
         self.running[name] = sandbox
         try:
-            await self.launch(sandbox, command, room, limits)
+            await self.launch(sandbox, command, room, limits, seconds)
             await asyncio.wait_for(asyncio.shield(sandbox.started), START_SECONDS)
         except asyncio.TimeoutError:
             sandbox.kill()
@@ -259,7 +274,9 @@ class BubblewrapBackend:
             raise
         return sandbox
 
-    async def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits) -> None:
+    async def launch(
+        self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits, seconds: float
+    ) -> None:
         options = [*self.fixed_options, *room_options(room, limits), *environment_options(command.env)]
         stdin = memory_file(command.stdin)
         options_file = memory_file(b"".join(os.fsencode(option) + b"\0" for option in options))
@@ -280,6 +297,7 @@ class BubblewrapBackend:
                     "uid": room.uid,
                     "cgroups": [str(group) for group in sandbox.groups],
                     "rlimits": rlimits(limits),
+                    "seconds": max(seconds, 0.0),
                 },
                 handed,
             )

@@ -25,6 +25,7 @@ import ctypes
 import errno
 import fcntl
 import json
+import math
 import os
 import resource
 import select
@@ -32,6 +33,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ OPTIONS_FD, FILTER_FD, STATUS_FD = 3, 4, 5  # in the process that becomes bwrap
 STAGE = "/tmp"  # covered by a tmpfs in the launcher's own mount namespace only
 DOOR_HOST, DOOR_PORT = "127.0.0.1", 4141
 MESSAGE_BYTES = 1 << 20
+KILL_AGAIN_SECONDS, LONGEST_POLL_MS = 1.0, 1 << 30
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
@@ -175,6 +178,7 @@ class Child:
     told: bytes = b""
     first: int | None = None
     code: int | None = None
+    deadline: float = math.inf  # monotonic seconds
 
 
 class Launcher:
@@ -209,7 +213,9 @@ class Launcher:
         os.close(writing)
         for descriptor in handed:
             os.close(descriptor)
-        self.children[request["id"]] = Child(request["id"], pid, reading)
+        child = Child(request["id"], pid, reading)
+        child.deadline = time.monotonic() + request["seconds"]
+        self.children[child.name] = child
         self.poll.register(reading, select.POLLIN)
 
     def read_status(self, child: Child) -> None:
@@ -283,7 +289,7 @@ class Launcher:
         self.poll.register(self.control, select.POLLIN)
         self.poll.register(wake_reading, select.POLLIN)
         while True:
-            for descriptor, _ in self.poll.poll():
+            for descriptor, _ in self.poll.poll(self.next_deadline_ms()):
                 if descriptor == self.control.fileno():
                     if not self.receive():
                         return
@@ -295,6 +301,16 @@ class Launcher:
                     for child in self.children.values():
                         if child.status == descriptor:
                             self.read_status(child)
+
+    def next_deadline_ms(self) -> int | None:
+        """Kills what has outlived its deadline, also when Core no longer asks for it; returns how long to wait."""
+        now = time.monotonic()
+        for child in self.children.values():
+            if child.deadline <= now:
+                self.kill(child)
+                child.deadline = now + KILL_AGAIN_SECONDS
+        first = min((child.deadline for child in self.children.values()), default=math.inf)
+        return None if first == math.inf else min(int((first - now) * 1000) + 1, LONGEST_POLL_MS)
 
 
 def become_first(control: socket.socket) -> None:
