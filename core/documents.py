@@ -65,6 +65,7 @@ def agent_document(request: SessionCreate, agent_id: str, harness: str) -> Doc:
 
 
 def environment_document(request: SessionCreate, environment_id: str) -> Doc:
+    network = request.environment.network
     files = [
         {"id": f"{environment_id}-{index}", "type": "inline", "path": file.path, "size_bytes": len(file.data)}
         for index, file in enumerate(request.environment.files)
@@ -73,7 +74,7 @@ def environment_document(request: SessionCreate, environment_id: str) -> Doc:
         "id": environment_id,
         "type": "openai_hosted",
         "container_size": request.environment.container_size,
-        "network": {"access": "disabled", "allowed_domains": []},
+        "network": {"access": network.access, "allowed_domains": network.domains},
         "files": files,
         "packages": {"npm": [], "python": [], "system": []},
         "plugins": [],

@@ -27,6 +27,7 @@ import h11
 import httpx
 
 from core.budget import Budget, Ceilings
+from core.proxy import Network, TunnelRefused, open_tunnel, pump
 from core.sandbox.launcher import DOOR_HOST, DOOR_PORT
 from core.wire import Bundle
 
@@ -212,6 +213,7 @@ class Door:
     bundle: Bundle | None
     client: httpx.AsyncClient
     key: str = field(default_factory=lambda: f"sandbox-{secrets.token_hex(16)}")
+    network: Network = field(default_factory=lambda: Network("disabled"))
     budget: Budget = field(default_factory=lambda: Budget(Ceilings()))
     on_call: Callable[[Call], None] = lambda call: None  # told of each call that has ended
     calls: list[Call] = field(default_factory=list)
@@ -346,6 +348,8 @@ class Connection:
         request = await self.event()
         if not isinstance(request, h11.Request):
             return False
+        if request.method == b"CONNECT" and self.door.network.access != "disabled":
+            return await self.tunnel(request)
         refused = self.door.refusal(request)
         if self.http.they_are_waiting_for_100_continue and not refused:
             await self.send(h11.InformationalResponse(status_code=100, headers=[]))
@@ -389,6 +393,24 @@ class Connection:
         await self.send(h11.Response(status_code=status, headers=fields))
         await self.send(h11.Data(data=body))
         await self.send(h11.EndOfMessage())
+
+    async def tunnel(self, request: h11.Request) -> bool:
+        """A CONNECT of a sandbox with network: its connection ends with the tunnel."""
+        try:
+            reader, writer = await open_tunnel(self.door.network, request.target)
+        except TunnelRefused as refused:
+            await self.answer_error(refused.status, str(refused))
+            return False
+        try:
+            await self.event()  # the end of a request without a body
+            await self.send(h11.Response(status_code=200, headers=[]))
+            rest, _ = self.http.trailing_data
+            writer.write(rest)
+            directions = (pump(self.reader, writer), pump(reader, self.writer))
+            await asyncio.gather(*directions)
+        finally:
+            writer.close()
+        return False
 
     async def forward(self, request: h11.Request, body: bytes) -> None:
         call = Call(request.target.partition(b"?")[0].decode("latin-1"), time.time_ns(), passed_bytes=len(body))

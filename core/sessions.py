@@ -34,6 +34,7 @@ from core.documents import (
 from core.egress import Door
 from core.errors import bad_request, conflict, not_found, unavailable, unsupported
 from core.harnesses import Harness
+from core.proxy import Network
 from core.recorder import Recorder
 from core.sandbox import Backend
 from core.sandbox.rooms import install, remove_tree
@@ -138,7 +139,7 @@ class Sessions:
             reason = error.strerror if isinstance(error, OSError) else error
             raise unavailable(f"The session cannot be stored: {reason}.", "artifact_storage_unavailable") from None
         budget = Budget(request.ceilings, self.prices.get(request.agent.model or ""))
-        door = Door(request.bundle, self.client, budget=budget)
+        door = Door(request.bundle, self.client, network=request.environment.network, budget=budget)
         live = Live(session_id, request.agent, harness, request.environment, room, door)
         self.keep(live, now)
         self.spawn(live, turn_id)
@@ -372,10 +373,12 @@ class Sessions:
         model, instructions = stored["agent"]["model"], stored["agent"]["instructions"]
         verbosity = stored["agent"]["text"]["verbosity"]
         agent = Agent(model, instructions, verbosity, extension["harness"], extension["harness_config"])
-        environment = Environment(stored["environment"]["container_size"], [], {}, [])
+        read = stored["environment"]
+        network = Network(read["network"]["access"], read["network"]["allowed_domains"])
+        environment = Environment(read["container_size"], network, [], {}, [])
         harness = self.harnesses[extension["harness"]]
         room = self.backend.make_room(stored["id"], number)
-        door = Door(None, self.client)
+        door = Door(None, self.client, network=network)
         live = Live(stored["id"], agent, harness, environment, room, door, secrets_lost=stored["_secrets"])
         self.keep(live, stored["created_at"])
         return live

@@ -56,6 +56,10 @@ class Live:
     expires_at: float = 0.0  # seconds since the epoch
     secrets_lost: bool = False
 
+    def variables(self) -> dict[str, str]:
+        """The session's own environment variables; what leads to the proxy wins."""
+        return {**self.environment.env, **self.environment.network.environment(DOOR_URL)}
+
     def seconds_left(self) -> float:
         return self.expires_at - time.time()
 
@@ -141,14 +145,14 @@ class TurnRunner:
         script = 'cd -- "$1" && exec /bin/bash -c "$2"'
         argv = ["/bin/bash", "-c", script, "setup", directory, command]
         sandbox = await self.backend.run(
-            Command(argv, dict(live.environment.env), merge_stderr=True), live.room, live.limits, live.seconds_left()
+            Command(argv, live.variables(), merge_stderr=True), live.room, live.limits, live.seconds_left()
         )
         draining = asyncio.create_task(drain(sandbox.stdout))
         try:
-            return await asyncio.wait_for(sandbox.wait(), STEP_SECONDS)
+            async with self.opened(live, sandbox):
+                return await asyncio.wait_for(sandbox.wait(), STEP_SECONDS)
         finally:
             sandbox.kill()
-            close_door(sandbox)
             await sandbox.wait()
             await draining
 
@@ -254,7 +258,7 @@ class TurnRunner:
         page = self.store.page("items", {"turn_id": turn_id}, limit=1, descending=False, after=None)
         text = "\n\n".join(part["text"] for part in page.data[0]["content"])
         thread = self.session(live)["_thread"]
-        env = dict(live.environment.env)
+        env = live.variables()
         return TurnRequest(live.agent, live.door.bundle, DOOR_URL, live.door.key, text, env, thread)
 
     def apply(self, live: Live, recorder: Recorder, effects: list[Effect]) -> None:
@@ -465,8 +469,3 @@ async def tail(stream: asyncio.StreamReader | None, size: int) -> bytes:
         kept += chunk
         del kept[: max(0, len(kept) - size)]
     return bytes(kept)
-
-
-def close_door(sandbox: Sandbox) -> None:
-    if sandbox.door is not None:
-        sandbox.door.close()

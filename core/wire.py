@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from core.budget import Ceilings
 from core.errors import bad_request, unsupported
+from core.proxy import Network, is_host_name
 from core.sandbox import CONTAINER_SIZES
 
 MIB = 1 << 20
@@ -34,7 +35,7 @@ PROTOCOLS = ("anthropic", "responses", "chat_completions")
 RESERVED_ENV = re.compile(r"PATH|OPENAI_API_KEY|OAC_.*|CODEX_.*")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED_PATHS = re.compile(r"/workspace/(\.codex(/.*)?|\.managed-agents[^/]*(/.*)?|outputs)", re.DOTALL)
-SUPPORTED_ACCESS = "disabled"
+MAX_DOMAINS = 100
 
 Doc = dict[str, Any]
 
@@ -196,6 +197,7 @@ class Agent:
 @dataclass(frozen=True)
 class Environment:
     container_size: str
+    network: Network
     files: list[InlineFile]
     env: Mapping[str, str] = field(repr=False)
     setup_commands: list[tuple[str, str]] = field(repr=False)  # (command, working directory)
@@ -411,7 +413,7 @@ def parse_environment(members: Members) -> Environment:
             raise unsupported("This server runs 'openai_hosted' environments only.", "environment.type")
         raise bad_request("'environment.type' must be openai_hosted.", "environment.type")
     size = members.choice("container_size", tuple(CONTAINER_SIZES)) or "medium"
-    parse_network(members)
+    network = parse_network(members)
     files = parse_files(members.items("files"))
     env = parse_env(members.take("env", dict, "an object") or {})
     commands = [parse_setup(value, index) for index, value in enumerate(members.items("setup_commands"))]
@@ -419,7 +421,7 @@ def parse_environment(members: Members) -> Environment:
     if packages is not None:
         for name in ("python", "npm", "system"):
             if packages.items(name):
-                reason = "packages cannot be installed without network; bring them as files."
+                reason = "packages are not installed by this server; bring them as files or by a setup command."
                 raise unsupported(f"'environment.packages.{name}': {reason}", "environment.packages")
         packages.done()
     for name in ("environment_template_id", "environment_id"):
@@ -428,21 +430,28 @@ def parse_environment(members: Members) -> Environment:
         members.neutral(name, [])
     members.neutral("desktop", {"enabled": False})
     members.done()
-    return Environment(size, files, env, commands)
+    return Environment(size, network, files, env, commands)
 
 
-def parse_network(members: Members) -> None:
-    """Only `disabled` can be run so far; the API's default is `enabled`, so the member must be there."""
+def parse_network(members: Members) -> Network:
+    """The API's default is `enabled`. Domains are kept as they are spelled."""
     network = members.members("network")
-    access = network.choice("access", ("enabled", "disabled", "restricted"), required=True) if network else "enabled"
-    if access != SUPPORTED_ACCESS:
-        message = 'This server runs sessions without network only: send {"access": "disabled"}.'
-        raise unsupported(message, "environment.network")
-    assert network is not None
-    for name in ("allowed_domains", "blocked_domains"):
-        if network.items(name):
-            raise bad_request(f"'environment.network.{name}' must be empty when access is disabled.", network.at(name))
+    if network is None:
+        return Network("enabled")
+    access = network.choice("access", ("enabled", "disabled", "restricted"), required=True)
+    assert access is not None
+    domains, where = network.items("allowed_domains"), network.at("allowed_domains")
+    if network.items("blocked_domains"):
+        raise bad_request(f"'{network.at('blocked_domains')}' must be empty.", network.at("blocked_domains"))
     network.done()
+    if access != "restricted" and domains:
+        raise bad_request(f"'{where}' goes with restricted access only.", where)
+    if access == "restricted" and not 1 <= len(domains) <= MAX_DOMAINS:
+        raise bad_request(f"'{where}' holds 1 to {MAX_DOMAINS} host names.", where)
+    for index, domain in enumerate(domains):
+        if not isinstance(domain, str) or not is_host_name(domain):
+            raise bad_request(f"'{where}[{index}]' must be an exact ASCII host name.", f"{where}[{index}]")
+    return Network(access, domains)
 
 
 def parse_files(values: list[Any]) -> list[InlineFile]:
