@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from starlette.routing import Route
 
 Json = dict[str, Any]
 KEY = "scripted-deployment-key"
+ENDED = ("completed", "failed", "cancelled")
 USAGE: Json = {
     "input_tokens": 12,
     "input_tokens_details": {"cached_tokens": 0},
@@ -52,6 +53,8 @@ class Script:
     """What the artifact list says; None: the truth."""
     turn: Json | Callable[[Session], Json] = field(default_factory=lambda: {"status": "completed"})
     """Members of the turn once it has ended."""
+    create_seconds: float = 0.0
+    """Time until a create request is answered."""
     prepare_seconds: float = 0.0
     turn_seconds: float = 0.0
     """Time until the turn ends by itself; infinity: only a cancel ends it."""
@@ -92,7 +95,13 @@ class Session:
         self.cancelled: float | None = None
         self.usage_reads = 0
         self.conflicts = script.delete_conflicts
+        self.looks = 0
         self.deleted = False
+
+    def asked(self, times: int) -> bool:
+        """Whether a script that calls this was asked so often."""
+        self.looks += 1
+        return self.looks >= times
 
     @property
     def preparing(self) -> bool:
@@ -104,11 +113,10 @@ class Session:
         if self.preparing:
             return "cancelled" if self.cancelled and not script.public else "queued"
         ends = self.created + script.prepare_seconds + script.turn_seconds
-        if self.cancelled and (
-            self.cancelled < ends or self.cancelled < self.created + script.prepare_seconds
-        ):
-            return self.members["status"] if script.ignore_cancel else "cancelled"
-        return str(self.members["status"]) if time.monotonic() >= ends else "in_progress"
+        own = str(self.members["status"]) if time.monotonic() >= ends else "in_progress"
+        if self.cancelled and (own not in ENDED or self.cancelled < ends):
+            return "completed" if script.ignore_cancel else "cancelled"
+        return own
 
     @property
     def members(self) -> Json:
@@ -121,7 +129,7 @@ class Session:
         script, status = self.script, self.status
         if script.fail_without_turn or (script.public and self.preparing):
             return []
-        ended = status in ("completed", "failed", "cancelled")
+        ended = status in ENDED
         self.usage_reads += ended
         usage = script.usage if ended and self.usage_reads > script.usage_reads else None
         turn = {
@@ -173,11 +181,13 @@ class Session:
 class Deployment:
     """The server, and what it saw."""
 
-    def __init__(self, script: Script) -> None:
-        self.script = script
+    def __init__(self, script: Script, scripts: dict[str, Script]) -> None:
+        self.script, self.scripts = script, scripts
         self.sessions: dict[str, Session] = {}
         self.keys: dict[str, str] = {}
         self.calls: Counter[str] = Counter()
+        self.calls_of: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """By the input of the session."""
         self.requests: list[tuple[str, Json]] = []
         self.most_in_flight = 0
         self.base_url = ""
@@ -193,13 +203,18 @@ class Deployment:
         with self.seen:
             assert self.seen.wait_for(condition, seconds), f"never happened; calls: {self.calls}"
 
+    def script_of(self, body: Json) -> Script:
+        return self.scripts.get(body.get("input", ""), self.script)
+
     # Routes.
 
-    def note(self, operation: str) -> Response | None:
+    def note(self, operation: str, body: Json) -> Response | None:
+        """Count a request; the refusal that the script has for it, if any."""
         with self.seen:
             self.calls[operation] += 1
+            self.calls_of[body.get("input", "")][operation] += 1
             self.seen.notify_all()
-        waiting = self.script.refuse.get(operation)
+        waiting = self.script_of(body).refuse.get(operation)
         if waiting:
             status, error, headers = waiting.pop(0)
             return JSONResponse({"error": error}, status, headers)
@@ -210,32 +225,37 @@ class Deployment:
         self.requests.append((key, body))
         if request.headers.get("authorization") != f"Bearer {KEY}":
             return error(401, "null", "A valid Agents API bearer key is required.")
-        if refused := self.note("create"):
+        if refused := self.note("create", body):
             return refused
-        known = self.keys.get(key) if self.script.honour_keys else None
-        session = self.sessions[known] if known else Session(len(self.sessions) + 1, body, self.script)
+        script = self.script_of(body)
+        known = self.keys.get(key) if script.honour_keys else None
+        session = self.sessions[known] if known else Session(len(self.sessions) + 1, body, script)
         self.sessions[session.id], self.keys[key] = session, session.id
         self.most_in_flight = max(self.most_in_flight, len(self.alive))
-        if self.script.lose_create > 0:
-            self.script.lose_create -= 1
+        await asyncio.sleep(script.create_seconds)
+        if script.lose_create > 0:
+            script.lose_create -= 1
             return error(503, "execution_unavailable", "lost")
         return JSONResponse(session.public_view, 201)
 
     async def list_sessions(self, request: Request) -> Response:
-        return self.note("list") or page(
-            request, [s.public_view for s in reversed(self.alive)], self.script.page
-        )
+        rows = [session.public_view for session in reversed(self.alive)]
+        return self.note("list", {}) or page(request, rows, self.script.page)
+
+    async def on_session(self, operation: str, request: Request) -> tuple[Session, Response | None]:
+        """The session of a request, and the answer if it is not to get the usual one."""
+        session = self.sessions.get(request.path_params["session"]) or Session(0, {}, self.script)
+        gone = session.number == 0 or session.deleted
+        return session, self.note(operation, session.body) or (missing() if gone else None)
 
     async def retrieve(self, request: Request) -> Response:
-        session = self.find(request)
-        return self.note("retrieve") or (JSONResponse(session.public_view) if session else missing())
+        session, refused = await self.on_session("retrieve", request)
+        return refused or JSONResponse(session.public_view)
 
     async def delete(self, request: Request) -> Response:
-        session = self.find(request)
-        if refused := self.note("delete"):
+        session, refused = await self.on_session("delete", request)
+        if refused:
             return refused
-        if session is None:
-            return missing()
         busy = session.status in ("in_progress", "queued") and not session.script.fail_without_turn
         if session.conflicts > 0 or busy:
             session.conflicts -= 1
@@ -244,57 +264,36 @@ class Deployment:
         return JSONResponse({"id": session.id, "object": "agent.session.deleted", "deleted": True})
 
     async def event(self, request: Request) -> Response:
-        session = self.find(request)
-        if refused := self.note("cancel"):
+        session, refused = await self.on_session("cancel", request)
+        if refused:
             return refused
-        if session is None:
-            return missing()
         if session.script.public and session.preparing:
             return error(409, "conflict_error", "Earlier input to this Session is still pending.")
         session.cancelled = session.cancelled or time.monotonic()
         return Response(status_code=202)
 
     async def list_turns(self, request: Request) -> Response:
-        session = self.find(request)
-        if refused := self.note("turns"):
-            return refused
-        return page(request, session.turns, self.script.page) if session else missing()
+        session, refused = await self.on_session("turns", request)
+        return refused or page(request, session.turns, session.script.page)
 
     async def turn(self, request: Request) -> Response:
-        session = self.find(request)
-        if refused := self.note("turn"):
-            return refused
-        return (
-            JSONResponse(next(t for t in session.turns if t["id"] == session.turn_id))
-            if session
-            else missing()
-        )
+        session, refused = await self.on_session("turn", request)
+        return refused or JSONResponse(next(t for t in session.turns if t["id"] == session.turn_id))
 
     async def list_items(self, request: Request) -> Response:
-        if refused := self.note("items"):
-            return refused
-        items = [{"id": f"item{n}", **item} for n, item in enumerate(self.script.items)]
-        return page(request, items, self.script.page)
+        session, refused = await self.on_session("items", request)
+        items = [{"id": f"item{n}", **item} for n, item in enumerate(session.script.items)]
+        return refused or page(request, items, session.script.page)
 
     async def list_artifacts(self, request: Request) -> Response:
-        session = self.find(request)
-        if refused := self.note("artifacts"):
-            return refused
-        assert session is not None
+        session, refused = await self.on_session("artifacts", request)
         rows = [{k: v for k, v in row.items() if k != "_"} for row in session.artifacts]
-        return page(request, rows, self.script.page)
+        return refused or page(request, rows, session.script.page)
 
     async def content(self, request: Request) -> Response:
-        session, wanted = self.find(request), request.path_params["artifact"]
-        if refused := self.note("content"):
-            return refused
-        assert session is not None
-        data = next(row["_"] for row in session.artifacts if row["id"] == wanted)
-        return Response(data, media_type="application/octet-stream")
-
-    def find(self, request: Request) -> Session | None:
-        session = self.sessions.get(request.path_params["session"])
-        return None if session is None or session.deleted else session
+        session, refused = await self.on_session("content", request)
+        found = [row["_"] for row in session.artifacts if row["id"] == request.path_params["artifact"]]
+        return refused or Response(found[0], media_type="application/octet-stream")
 
     def app(self) -> Starlette:
         base, one = "/v1/agents/sessions", "/v1/agents/sessions/{session}"
@@ -333,9 +332,9 @@ def page(request: Request, rows: list[Json], most: int) -> Response:
 
 
 @contextmanager
-def serving(script: Script) -> Iterator[Deployment]:
-    """Serve a script from a thread of this process."""
-    deployment = Deployment(script)
+def serving(script: Script, scripts: dict[str, Script] | None = None) -> Iterator[Deployment]:
+    """Serve from a thread of this process. Sessions whose input is a key of `scripts` follow that one."""
+    deployment = Deployment(script, scripts or {})
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     deployment.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
