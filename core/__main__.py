@@ -1,0 +1,188 @@
+"""`python3 -m core serve`: the embedded Agents API on this machine.
+
+On start it prints, ready to paste into a shell:
+
+    export OPENAI_BASE_URL='http://127.0.0.1:PORT/v1'
+    export OPENAI_API_KEY='…'
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from core.artifacts import Blobs
+from core.egress import new_client
+from core.harnesses import registry
+from core.sandbox import SandboxUnavailable
+from core.sandbox.bubblewrap import BubblewrapBackend
+from core.server import Api
+from core.sessions import Sessions
+from core.store import Store, StoreUnavailable
+
+KEY_VARIABLE = "CORE_API_KEY"
+USAGE_ERROR = 2
+SLOTS = 64
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python3 -m core", description="An Agents API for one machine.")
+    commands = top.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="serve the API until SIGTERM or Ctrl-C")
+    serve.add_argument("--host", default="127.0.0.1", help=f"beyond loopback {KEY_VARIABLE} must be set (%(default)s)")
+    serve.add_argument("--port", type=int, default=0, help="0: any free port (%(default)s)")
+    serve.add_argument("--data", type=Path, help="where state is kept (a temporary directory, removed at the end)")
+    serve.add_argument("--slots", type=int, default=SLOTS, help="sandboxes at a time; more turns wait (%(default)s)")
+    serve.add_argument(
+        "--exit-with-stdin",
+        action="store_true",
+        help="stop, and kill all sandboxes, when standard input closes",
+    )
+    return top
+
+
+class Refused(Exception):
+    """The server cannot start; the message is one line that says what to do."""
+
+
+def is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio turns Nagle's delay off.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise Refused(f"cannot listen on {host}:{port}: {error}") from None
+    return listener
+
+
+@contextlib.contextmanager
+def data_directory(chosen: Path | None) -> Iterator[Path]:
+    if chosen is None:
+        temporary = Path(tempfile.mkdtemp(prefix="rl-eval-core-"))
+        try:
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return
+    try:
+        chosen.mkdir(parents=True, exist_ok=True)
+        probe = chosen / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise Refused(f"cannot write to {chosen}: {error.strerror}") from None
+    yield chosen.resolve()
+
+
+async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
+    """Runs the server to its end. Raises Refused, SandboxUnavailable, StoreUnavailable."""
+    listener = listen(arguments.host, arguments.port)
+    store = Store(data)
+    harnesses = registry()
+    mounts = [mount for harness in harnesses.values() for mount in harness.mounts() or []]
+    backend = BubblewrapBackend(data, mounts)
+    try:
+        await backend.start()
+        async with new_client() as client:
+            blobs = Blobs(data / "blobs")
+            sessions = Sessions(store, backend, blobs, harnesses, client, data, arguments.slots)
+            sessions.recover()
+            server = uvicorn.Server(configuration(Api(sessions, key)))
+            if arguments.exit_with_stdin:
+                watch_stdin(server)
+            backend.on_lost = lambda: stop(server, "the sandbox launcher died")
+            announce(listener, arguments.host, key)
+            await server.serve(sockets=[listener])
+            await sessions.close()
+    finally:
+        await backend.close()
+        store.close()
+
+
+def configuration(app: Api) -> uvicorn.Config:
+    """Without what a private server has no use for: logs of each access, proxy headers, a server header."""
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+
+
+def announce(listener: socket.socket, host: str, key: str) -> None:
+    listener.listen(2048)
+    shown = f"[{host}]" if ":" in host else host
+    print(f"export OPENAI_BASE_URL='http://{shown}:{listener.getsockname()[1]}/v1'")
+    print(f"export OPENAI_API_KEY='{key}'", flush=True)
+
+
+def stop(server: uvicorn.Server, reason: str) -> None:
+    logging.getLogger("core").error("stopping: %s", reason)
+    server.should_exit = True
+
+
+def watch_stdin(server: uvicorn.Server) -> None:
+    """Whoever started the server holds its standard input open; when that process dies, however, it closes."""
+    loop = asyncio.get_running_loop()
+
+    def readable() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            server.should_exit = True
+
+    os.set_blocking(0, False)
+    loop.add_reader(0, readable)
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    logging.basicConfig(format="core: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    os.umask(0o022)  # sandboxes run under other user ids and must be able to read what is laid out for them
+    # uvicorn stops on these signals and raises them again afterwards, when there is still something to clean up.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    try:
+        key = os.environ.pop(KEY_VARIABLE, "")
+        if not key and not is_loopback(arguments.host):
+            raise Refused(f"set {KEY_VARIABLE} to serve on {arguments.host}: beyond loopback the key must be yours")
+        if arguments.slots < 1:
+            raise Refused("--slots must be at least 1")
+        with data_directory(arguments.data) as data:
+            uvloop.run(serve(arguments, data, key or secrets.token_urlsafe(32)))
+    except (Refused, SandboxUnavailable, StoreUnavailable) as error:
+        print(f"core: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    if not sys.platform.startswith("linux"):
+        sys.exit("core: sandboxes need Linux; set OPENAI_BASE_URL to an Agents API elsewhere.")
+    sys.exit(main())

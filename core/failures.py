@@ -1,0 +1,169 @@
+"""Why a turn failed: from what the door and the sandbox saw to the codes of AGENTS_API 4.3. Pure.
+
+`Failure.class_` decides what an evaluation may count: `model` and `budget` are the policy's own outcomes, `provider`,
+`environment` and `infrastructure` measured nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from core.egress import Call
+
+
+@dataclass(frozen=True)
+class Failure:
+    code: str
+    message: str
+    class_: str
+    reason: str
+    stage: str = "turn"
+    params: dict[str, Any] = field(default_factory=dict)
+
+    def error(self) -> dict[str, str]:
+        return {"code": self.code, "message": self.message}
+
+    def record(self, now: int) -> dict[str, Any]:
+        head = {"class": self.class_, "reason": self.reason, "stage": self.stage}
+        return {**head, "params": self.params, "failed_at": now}
+
+
+CODES_BY_STATUS = {
+    401: "authentication_error",
+    402: "usage_limit_exceeded",
+    403: "authentication_error",
+    404: "resource_not_found",
+    408: "request_timeout",
+    429: "rate_limit_exceeded",
+    503: "server_overloaded",
+    529: "server_overloaded",
+}
+# Causes that a provider names itself, in `error.code` or `error.type`.
+NAMED_BY_MODEL = (
+    "context_length_exceeded",
+    "max_output_tokens",
+    "cyber_policy",
+    "misalignment_policy_violation",
+)
+NAMED_BY_PROVIDER = (
+    "usage_limit_exceeded",
+    "project_spend_limit_exceeded",
+    "organization_spend_limit_exceeded",
+    "organization_usage_limit_exceeded",
+    "billing_not_active",
+    "credit_balance_exhausted",
+    "flex_unavailable",
+    "rate_limit_exceeded",
+    "server_error",
+)
+OTHER_NAMES = {
+    "insufficient_quota": "credit_balance_exhausted",
+    "overloaded_error": "server_overloaded",
+    "server_is_overloaded": "server_overloaded",
+    "rate_limit_error": "rate_limit_exceeded",
+    "authentication_error": "authentication_error",
+    "api_error": "server_error",
+}
+TOO_LONG = ("context length", "context window", "prompt is too long", "maximum context")
+
+
+def call_failure(call: Call, attempts: int) -> Failure:
+    """The failure that a failed call explains. `attempts` counts the harness's failed calls at the end of the turn."""
+    times = f"to {attempts} attempts" if attempts > 1 else "to the request"
+    said = f": {call.error_message}" if call.error_message else ""
+    if call.problem == "timeout":
+        return Failure(
+            "request_timeout",
+            "The model endpoint did not answer in time.",
+            "provider",
+            "provider_unreachable",
+        )
+    if call.problem == "unreachable":
+        message = f"The model endpoint cannot be reached{said}. Check the base URL and that it is running."
+        return Failure("connection_failed", message, "provider", "provider_unreachable")
+    if call.problem == "cut":
+        return Failure("connection_failed", "The model's answer broke off.", "provider", "provider_unreachable")
+    code, class_ = status_code(call)
+    message = f"The model endpoint answered {call.status} {times}{said}"
+    return Failure(code, message, class_, "provider_http_status", params={"http_status": call.status})
+
+
+def status_code(call: Call) -> tuple[str, str]:
+    """(error code, class) of a call that was answered with an error."""
+    named = call.error_code or ""
+    if named in NAMED_BY_MODEL:
+        return named, "model"
+    if call.status in (400, 413, 422, 200) and any(text in (call.error_message or "").lower() for text in TOO_LONG):
+        return "context_length_exceeded", "model"
+    if named in NAMED_BY_PROVIDER:
+        return named, "provider"
+    if call.status in CODES_BY_STATUS:
+        return CODES_BY_STATUS[call.status], "provider"
+    if named in OTHER_NAMES:
+        return OTHER_NAMES[named], "provider"
+    if call.status is not None and 400 <= call.status < 500:
+        return "invalid_request", "provider"
+    return "server_error", "provider"
+
+
+def turn_failure(calls: list[Call], said: str) -> Failure:
+    """A turn that its harness gave up. The last call tells why; without a failed one it is the harness's trouble."""
+    if calls and calls[-1].failed:
+        failed = 0
+        for call in reversed(calls):
+            if not call.failed:
+                break
+            failed += 1
+        return call_failure(calls[-1], failed)
+    return Failure("internal_error", f"The harness gave up: {said[:500]}", "infrastructure", "harness_failed")
+
+
+def exit_failure(calls: list[Call], code: int, stderr: str, *, memory_exceeded: bool) -> Failure:
+    """A harness that ended without its terminal event."""
+    if memory_exceeded:
+        message = "The sandbox exceeded its memory limit and the harness was killed."
+        return Failure("sandbox_error", message, "model", "memory_exceeded")
+    if calls and calls[-1].failed:
+        return turn_failure(calls, "")
+    ended = f"signal {code - 128}" if code > 128 else f"status {code}"
+    last = stderr.strip().splitlines()[-1:] or [""]
+    tail = f": {last[0][:300]}" if last[0] else ""
+    message = f"The harness ended with {ended} and no terminal event{tail}"
+    return Failure("server_error", message, "infrastructure", "harness_exited", params={"exit_code": code})
+
+
+RESTARTED = Failure("server_error", "interrupted by restart", "infrastructure", "server_restarted")
+SANDBOX_LOST = Failure(
+    "sandbox_error", "The sandbox was lost: the launcher of sandboxes died.", "environment", "sandbox_lost"
+)
+KEY_LOST = Failure(
+    "authentication_error",
+    "The session's model key was lost when the server restarted; create a new session.",
+    "infrastructure",
+    "server_restarted",
+)
+
+
+def sandbox_failure(message: str, reason: str, **params: Any) -> Failure:
+    return Failure("sandbox_error", message, "environment", reason, "preparation", params)
+
+
+def capture_failure(message: str) -> Failure:
+    return Failure(
+        "sandbox_error",
+        f"Outputs were not published: {message}.",
+        "model",
+        "artifact_capture_failed",
+        "capture",
+    )
+
+
+def storage_failure(message: str) -> Failure:
+    return Failure(
+        "server_error",
+        f"Outputs could not be stored: {message}.",
+        "infrastructure",
+        "artifact_capture_failed",
+        "capture",
+    )

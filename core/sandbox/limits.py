@@ -1,0 +1,123 @@
+"""Memory and process limits of a sandbox: cgroup v2 or v1 where they can be written, else a watchdog.
+
+Processes are bounded by RLIMIT_NPROC in any case: every sandbox has a user id or a user namespace of its own, so
+the kernel counts it alone. Memory has no such limit (RLIMIT_AS breaks node and other runtimes that reserve
+address space), hence the watchdog: it adds up the resident memory of the sandbox's processes and kills it above
+the limit. It looks twice a second, so an allocation may overshoot by what fits in half a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from core.sandbox import Limits
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+WATCH_SECONDS = 0.5
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Cgroups:
+    """A directory of this server below the cgroup root, with one child per sandbox and controller."""
+
+    def __init__(self, parents: list[Path], version: int) -> None:
+        self.parents = parents
+        self.version = version
+
+    @classmethod
+    def detect(cls) -> Cgroups | None:
+        """The first version whose controllers can be written here, or None."""
+        name = f"rl-eval-{os.getpid()}"
+        layouts = [([CGROUP_ROOT / name], 2), ([CGROUP_ROOT / kind / name for kind in ("memory", "pids")], 1)]
+        for parents, version in layouts:
+            group = cls(parents, version)
+            group.sweep()
+            try:
+                group.prepare()
+            except OSError:
+                group.close()
+            else:
+                return group
+        return None
+
+    def sweep(self) -> None:
+        """Removes what a server left that was killed."""
+        for parent in self.parents:
+            for left in parent.parent.glob("rl-eval-*"):
+                if not Path("/proc", left.name.rpartition("-")[2]).exists():
+                    Cgroups([left], self.version).close()
+
+    def prepare(self) -> None:
+        if self.version == 2 and not (CGROUP_ROOT / "cgroup.controllers").exists():
+            raise FileNotFoundError("no cgroup v2")
+        for parent in self.parents:
+            if not parent.parent.is_dir():
+                raise FileNotFoundError(parent.parent)
+            parent.mkdir()
+            if self.version == 2:
+                (parent / "cgroup.subtree_control").write_text("+memory +pids")
+        probe = self.create("probe", Limits(16, 1 << 26, 0, 0))
+        self.remove(probe)
+
+    def create(self, name: str, limits: Limits) -> list[Path]:
+        """Makes the groups of one sandbox; a process joins by writing itself to each one's cgroup.procs."""
+        groups = [parent / name for parent in self.parents]
+        for group in groups:
+            group.mkdir()
+        memory, pids = groups[0], groups[-1]
+        (pids / "pids.max").write_text(str(limits.processes))
+        if self.version == 2:
+            (memory / "memory.max").write_text(str(limits.memory))
+            optional = {"memory.swap.max": "0", "memory.oom.group": "0"}
+        else:
+            (memory / "memory.limit_in_bytes").write_text(str(limits.memory))
+            optional = {"memory.memsw.limit_in_bytes": str(limits.memory)}
+        for file, value in optional.items():
+            with contextlib.suppress(OSError):
+                (memory / file).write_text(value)
+        return groups
+
+    def oom_kills(self, groups: list[Path]) -> int:
+        """How many processes the kernel has killed in there for want of memory."""
+        file = "memory.events" if self.version == 2 else "memory.oom_control"
+        with contextlib.suppress(OSError):
+            for line in (groups[0] / file).read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+        return 0
+
+    def remove(self, groups: list[Path]) -> None:
+        for group in groups:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+
+    def close(self) -> None:
+        for parent in self.parents:
+            with contextlib.suppress(OSError):
+                for child in parent.iterdir():
+                    if child.is_dir():
+                        child.rmdir()
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
+def resident_bytes(namespace: str) -> int:
+    """Resident memory of all processes in a PID namespace, given by its name in /proc/*/ns/pid."""
+    total = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                if str((entry / "ns/pid").readlink()) == namespace:
+                    total += int((entry / "statm").read_text().split()[1]) * PAGE
+    return total
+
+
+async def watch_memory(namespace: str, limit: int, exceeded: Callable[[], None]) -> None:
+    """Calls `exceeded` once, when the namespace holds more than `limit` bytes; ends with the task."""
+    while await asyncio.to_thread(resident_bytes, namespace) <= limit:
+        await asyncio.sleep(WATCH_SECONDS)
+    exceeded()

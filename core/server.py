@@ -1,0 +1,372 @@
+"""The HTTP face: authentication, routes, error envelopes, event streams. Thin: it parses, calls, answers.
+
+Checks come in the order of AGENTS_API 2.1: authentication, beta header, route, size, body or query, lookup. Routing is
+done on the raw path, split on `/` before it is decoded, so that `a%2Fb` is one id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+from urllib.parse import unquote
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from core.errors import ApiError, bad_request, not_found
+from core.sessions import CREATE_SCOPE, Sessions
+from core.store import Page, UnknownCursor
+from core.wire import (
+    BODY_BYTES,
+    CREATE_BODY_BYTES,
+    Doc,
+    Paging,
+    Query,
+    parse_events,
+    parse_object,
+    parse_session_create,
+    parse_session_update,
+)
+
+KEEPALIVE_SECONDS = 15.0
+EVENTS_PER_READ = 256
+KEY_HEADER_BYTES = 128
+SMALL_BYTES = 1 << 20
+PREFIX = "agent.session."
+log = logging.getLogger("core")
+
+Handler = Callable[["Api", Request, list[str]], Awaitable[Response]]
+
+# What the API has and this server does not serve (priorities C and D of AGENTS_API 14): path → methods.
+ID = "*"
+UNSERVED: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("agents",): ("GET", "POST"),
+    ("agents", ID): ("GET", "POST", "DELETE"),
+    ("agents", "sessions", ID, "subagents"): ("GET",),
+    ("agents", "sessions", ID, "subagents", ID): ("GET",),
+    ("agents", "sessions", ID, "subagents", ID, "items"): ("GET",),
+    ("agents", "sessions", ID, "subagents", ID, "turns"): ("GET",),
+    ("agents", "sessions", ID, "subagents", ID, "turns", ID): ("GET",),
+    ("agents", "sessions", ID, "subagents", ID, "turns", ID, "items"): ("GET",),
+    ("agents", "sessions", ID, "traces"): ("GET",),
+    ("agents", "environments"): ("GET", "POST"),
+    ("agents", "environments", ID, "files"): ("GET", "POST"),
+    ("agents", "environments", "templates"): ("GET", "POST"),
+    ("agents", "environments", "templates", ID): ("GET", "POST", "DELETE"),
+    ("agents", "automations"): ("GET", "POST"),
+    ("vaults",): ("GET", "POST"),
+    ("vaults", ID): ("GET", "POST", "DELETE"),
+}
+
+
+class Api:
+    """An ASGI application."""
+
+    def __init__(self, sessions: Sessions, key: str) -> None:
+        self.sessions = sessions
+        self.key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        started = time.perf_counter()
+        request, request_id = Request(scope, receive), f"req_{uuid.uuid4().hex}"
+
+        async def send_with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                elapsed = round((time.perf_counter() - started) * 1000)
+                message["headers"] += [
+                    (b"x-request-id", request_id.encode()),
+                    (b"openai-version", b"2020-10-01"),
+                    (b"openai-processing-ms", str(elapsed).encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                    (b"cache-control", b"no-store"),
+                ]
+            await send(message)
+
+        response = await self.answer(request, request_id)
+        await response(scope, receive, send_with_headers)
+
+    async def answer(self, request: Request, request_id: str) -> Response:
+        try:
+            return await self.dispatch(request)
+        except ApiError as error:
+            return JSONResponse(error.body, error.status, headers=error.headers)
+        except Exception:
+            log.exception("request %s failed", request_id)
+            message = f"The server failed; its log has the details under {request_id}."
+            body = {"error": {"type": "server_error", "message": message, "code": "internal_error", "param": None}}
+            return JSONResponse(body, 500)
+
+    async def dispatch(self, request: Request) -> Response:
+        self.authenticate(request)
+        segments = path_segments(request)
+        if segments[:1] in (["agents"], ["vaults"]):
+            check_beta(request)
+        for pattern, handlers in ROUTES.items():
+            ids = matched(pattern, segments)
+            if ids is not None:
+                handler = handlers.get(request.method)
+                if handler is None:
+                    raise not_served(segments, request.method, 405, {"Allow": ", ".join(handlers)})
+                return await handler(self, request, ids)
+        raise not_served(segments, request.method, 404, {})
+
+    def authenticate(self, request: Request) -> None:
+        offered = request.headers.get("authorization", "")
+        scheme, _, key = offered.partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1", "replace"), self.key):
+            message = "A valid Agents API bearer key is required."
+            raise ApiError(401, "invalid_request_error", None, message, headers={"WWW-Authenticate": "Bearer"})
+
+    # ── sessions ──────────────────────────────────────────────────────────────────────────────────
+
+    async def create_session(self, request: Request, ids: list[str]) -> Response:
+        body = parse_object(await read_body(request, CREATE_BODY_BYTES))
+        key, digest = idempotency_key(request), self.sessions.digest(body)
+        parsed = parse_session_create(body)
+        session_id = self.sessions.replayed(CREATE_SCOPE, key, digest)
+        if session_id is None:
+            session_id = await self.sessions.create(parsed, key, digest)
+        if parsed.stream:
+            events = self.events(request, session_id, 0, until_settled=True)
+            return StreamingResponse(events, 201, media_type="text/event-stream")
+        return JSONResponse(self.sessions.document(session_id), 201)
+
+    async def list_sessions(self, request: Request, ids: list[str]) -> Response:
+        query = Query(request.scope["query_string"])
+        paging = query.paging(clamp=True)
+        page = self.page(
+            lambda: self.sessions.store.session_page(
+                query.bracketed("metadata"),
+                query.one("agent_id"),
+                limit=paging.limit,
+                descending=paging.descending,
+                after=paging.after,
+            ),
+            not_found(),
+        )
+        return list_response(Page([self.sessions.shown(stored) for stored in page.data], page.has_more))
+
+    async def retrieve_session(self, request: Request, ids: list[str]) -> Response:
+        return JSONResponse(self.sessions.document(ids[0]))
+
+    async def update_session(self, request: Request, ids: list[str]) -> Response:
+        metadata = parse_session_update(parse_object(await read_body(request, BODY_BYTES)))
+        return JSONResponse(self.sessions.set_metadata(ids[0], metadata))
+
+    async def delete_session(self, request: Request, ids: list[str]) -> Response:
+        cancel = Query(request.scope["query_string"]).one("cancel") == "true"
+        await self.sessions.delete(ids[0], cancel=cancel)
+        return JSONResponse({"id": ids[0], "object": "agent.session.deleted", "deleted": True})
+
+    # ── turns, items, artifacts ───────────────────────────────────────────────────────────────────
+
+    async def list_turns(self, request: Request, ids: list[str]) -> Response:
+        return self.list_of("turns", request, ids[0], {"session_id": ids[0]}, not_found())
+
+    async def retrieve_turn(self, request: Request, ids: list[str]) -> Response:
+        return JSONResponse(self.element("turns", ids))
+
+    async def list_turn_items(self, request: Request, ids: list[str]) -> Response:
+        query = Query(request.scope["query_string"])
+        query.paging(clamp=True)
+        self.element("turns", ids)
+        return self.list_of("items", request, ids[0], {"turn_id": ids[1]}, INVALID_ITEM, clamp=True)
+
+    async def list_items(self, request: Request, ids: list[str]) -> Response:
+        return self.list_of("items", request, ids[0], {"session_id": ids[0]}, INVALID_ITEM, clamp=True)
+
+    async def list_artifacts(self, request: Request, ids: list[str]) -> Response:
+        environment = Query(request.scope["query_string"]).one("environment_id")
+        where = {"session_id": ids[0]}
+        stored = self.sessions.store.session(ids[0])
+        if environment is not None and stored is not None and environment != stored["environment"]["id"]:
+            return list_response(Page([], False))
+        return self.list_of("artifacts", request, ids[0], where, bad_request("after is not a valid artifact ID"))
+
+    async def retrieve_artifact(self, request: Request, ids: list[str]) -> Response:
+        return JSONResponse(self.element("artifacts", ids))
+
+    async def delete_artifact(self, request: Request, ids: list[str]) -> Response:
+        self.sessions.require(ids[0])
+        self.sessions.delete_artifact(ids[0], ids[1])
+        return JSONResponse({"id": ids[1], "object": "agent.session.artifact.deleted", "deleted": True})
+
+    async def artifact_content(self, request: Request, ids: list[str]) -> Response:
+        self.sessions.require(ids[0])
+        found = self.sessions.store.artifact(ids[0], ids[1])
+        if found is None:
+            raise not_found()
+        path = self.sessions.blobs.path(found[1])
+        headers = {"Content-Disposition": "attachment"}
+        if found[0]["size_bytes"] <= SMALL_BYTES:  # a thread per small file costs more than its read
+            return Response(path.read_bytes(), media_type="application/octet-stream", headers=headers)
+        return FileResponse(path, media_type="application/octet-stream", headers=headers)
+
+    async def retrieve_environment(self, request: Request, ids: list[str]) -> Response:
+        stored = self.sessions.store.session_of_environment(ids[0])
+        if stored is None:
+            raise not_found()
+        environment = stored["environment"]
+        shown = {name: environment[name] for name in ("id", "type", "files", "plugins", "skills")}
+        return JSONResponse({"object": "agent.environment", "status": stored["_environment"]["status"], **shown})
+
+    def element(self, table: str, ids: list[str]) -> Doc:
+        found = self.sessions.store.one(table, ids[0], ids[1])
+        if found is None:
+            raise not_found()
+        return found
+
+    def list_of(
+        self,
+        table: str,
+        request: Request,
+        session_id: str,
+        where: Doc,
+        cursor_error: ApiError,
+        *,
+        clamp: bool = False,
+    ) -> Response:
+        paging = Query(request.scope["query_string"]).paging(clamp=clamp)
+        self.sessions.require(session_id)
+        return list_response(self.page(lambda: self.rows(table, where, paging), cursor_error))
+
+    def rows(self, table: str, where: Doc, paging: Paging) -> Page:
+        return self.sessions.store.page(
+            table, where, limit=paging.limit, descending=paging.descending, after=paging.after
+        )
+
+    def page(self, read: Callable[[], Page], cursor_error: ApiError) -> Page:
+        try:
+            return read()
+        except UnknownCursor:
+            raise cursor_error from None
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────────
+
+    async def create_events(self, request: Request, ids: list[str]) -> Response:
+        body = parse_object(await read_body(request, BODY_BYTES))
+        key = idempotency_key(request)
+        self.sessions.submit(ids[0], parse_events(body), key, self.sessions.digest(body))
+        return Response(status_code=202)
+
+    async def stream_events(self, request: Request, ids: list[str]) -> Response:
+        self.sessions.require(ids[0])
+        position = self.sessions.store.event_position(ids[0], request.headers.get("last-event-id"))
+        return StreamingResponse(self.events(request, ids[0], position), 200, media_type="text/event-stream")
+
+    async def events(
+        self, request: Request, session_id: str, position: int, *, until_settled: bool = False
+    ) -> AsyncIterator[str]:
+        """Every event behind `position`, then live. The log is read, not a queue: a slow reader loses nothing."""
+        store, news = self.sessions.store, asyncio.Event()
+        settled = turn_over = False
+        with store.listening(session_id, news.set):
+            yield ": connected\n\n"
+            while not settled:
+                news.clear()
+                rows = store.events(session_id, position, EVENTS_PER_READ)
+                for number, event_id, document in rows:
+                    position, kind = number, json.loads(document)["type"]
+                    yield f"id: {event_id}\nevent: {kind}\ndata: {document}\n\n"
+                    turn_over = turn_over or kind in TURN_ENDS
+                    settled = settled or (until_settled and (kind == FAILED or (turn_over and kind == IDLE)))
+                if settled or (not rows and self.over(session_id)):
+                    return
+                if not rows:
+                    try:
+                        await asyncio.wait_for(news.wait(), KEEPALIVE_SECONDS)
+                    except asyncio.TimeoutError:
+                        yield ": keepalive\n\n"
+
+    def over(self, session_id: str) -> bool:
+        """Whether a session will have no more events: it was deleted, or its environment is gone."""
+        stored = self.sessions.store.session(session_id)
+        return stored is None or stored["_environment"]["status"] in ("failed", "expired")
+
+
+TURN_ENDS = tuple(f"{PREFIX}turn.{status}" for status in ("completed", "failed", "cancelled"))
+FAILED, IDLE = f"{PREFIX}failed", f"{PREFIX}idle"
+INVALID_ITEM = bad_request("Invalid session item ID in `after`")
+S = ("agents", "sessions", ID)
+ROUTES: dict[tuple[str, ...], dict[str, Handler]] = {
+    ("agents", "sessions"): {"GET": Api.list_sessions, "POST": Api.create_session},
+    S: {"GET": Api.retrieve_session, "POST": Api.update_session, "DELETE": Api.delete_session},
+    (*S, "events"): {"GET": Api.stream_events, "POST": Api.create_events},
+    (*S, "turns"): {"GET": Api.list_turns},
+    (*S, "turns", ID): {"GET": Api.retrieve_turn},
+    (*S, "turns", ID, "items"): {"GET": Api.list_turn_items},
+    (*S, "items"): {"GET": Api.list_items},
+    (*S, "artifacts"): {"GET": Api.list_artifacts},
+    (*S, "artifacts", ID): {"GET": Api.retrieve_artifact, "DELETE": Api.delete_artifact},
+    (*S, "artifacts", ID, "content"): {"GET": Api.artifact_content},
+    ("agents", "environments", ID): {"GET": Api.retrieve_environment},
+}
+
+
+def path_segments(request: Request) -> list[str]:
+    """The path below /v1, split before decoding; a path elsewhere gives none."""
+    raw = request.scope.get("raw_path") or request.scope["path"].encode()
+    _, *segments = raw.decode("latin-1").partition("?")[0].split("/")
+    return [unquote(segment) for segment in segments[1:]] if segments[:1] == ["v1"] else []
+
+
+def matched(pattern: tuple[str, ...], segments: list[str]) -> list[str] | None:
+    """The ids of a path that fits the pattern. A literal segment is never an id."""
+    if len(pattern) != len(segments):
+        return None
+    pairs = list(zip(pattern, segments, strict=True))
+    if any(want not in (ID, got) or (want == ID and got in ("", "templates")) for want, got in pairs):
+        return None
+    return [got for want, got in pairs if want == ID]
+
+
+def check_beta(request: Request) -> None:
+    values = request.headers.getlist("openai-beta")
+    if values != ["agents=v1"]:
+        message = "Send exactly one header `OpenAI-Beta: agents=v1`."
+        raise ApiError(400, "invalid_beta", "invalid_beta", message)
+
+
+def not_served(segments: list[str], method: str, status: int, headers: dict[str, str]) -> ApiError:
+    """404 where nothing is served, 405 where another method is."""
+    known = any(matched(pattern, segments) is not None and method in methods for pattern, methods in UNSERVED.items())
+    operation = f"{method} /{'/'.join(segments)}"[:200] if known else "This operation"
+    hint = "Send 'agent' and 'environment' with each session instead." if known else "See the README for what is."
+    message = f"{operation} is not supported by this server. {hint}"
+    return ApiError(status, "unsupported_operation", "unsupported_operation", message, headers=headers)
+
+
+def idempotency_key(request: Request) -> str | None:
+    key: str | None = request.headers.get("idempotency-key")
+    if key is not None and not 1 <= len(key.encode("latin-1", "replace")) <= KEY_HEADER_BYTES:
+        raise bad_request(f"An Idempotency-Key has 1 to {KEY_HEADER_BYTES} bytes.")
+    return key
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body; beyond the limit nothing more is read."""
+    too_large = ApiError(413, "request_too_large", "request_too_large", f"The body is larger than {limit} bytes.")
+    length = request.headers.get("content-length")
+    if length is not None and length.isdigit() and int(length) > limit:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
+
+
+def list_response(page: Page) -> JSONResponse:
+    first, last = (page.data[0]["id"], page.data[-1]["id"]) if page.data else (None, None)
+    members = {"has_more": page.has_more, "first_id": first, "last_id": last}
+    return JSONResponse({"object": "list", "data": page.data, **members})

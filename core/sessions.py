@@ -1,0 +1,338 @@
+"""The life of sessions: admission, messages, cancel, delete, and what a restart leaves.
+
+Invariants:
+- A create is durable before it is answered: row, first turn, files and idempotency key.
+- At most one root turn of a session is not terminal.
+- Secrets (model keys, environment values) live in memory only; after a restart a session that had any cannot go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from core import failures
+from core.artifacts import Blobs
+from core.documents import (
+    TERMINAL,
+    new_session,
+    new_turn,
+    session_document,
+    user_message,
+)
+from core.egress import Door
+from core.errors import conflict, not_found, unavailable, unsupported
+from core.harnesses import Harness
+from core.sandbox import Backend, Room
+from core.sandbox.rooms import install, remove_room
+from core.store import Store, new_id
+from core.turns import Live, TurnRunner
+from core.wire import Agent, Cancel, Environment, Message, SessionCreate
+
+PREFIX = "agent.session."
+CREATE_SCOPE = ""
+DELETE_WAIT_SECONDS = 10.0
+LARGE_BYTES = 1 << 18
+BUSY = "session must be durably idle or failed without required actions before deletion"
+
+Doc = dict[str, Any]
+log = logging.getLogger("core")
+
+
+class Sessions:
+    """All sessions of this server."""
+
+    def __init__(
+        self,
+        store: Store,
+        backend: Backend,
+        blobs: Blobs,
+        harnesses: dict[str, Harness],
+        client: httpx.AsyncClient,
+        data: Path,
+        slots: int,
+    ) -> None:
+        self.store = store
+        self.backend = backend
+        self.blobs = blobs
+        self.harnesses = harnesses
+        self.client = client
+        self.runner = TurnRunner(store, backend, blobs, slots)
+        self.live: dict[str, Live] = {}
+        self.digest_key = digest_key(data / "digest.key")
+
+    # ── create ────────────────────────────────────────────────────────────────────────────────────
+
+    def digest(self, body: Doc) -> str:
+        """A keyed digest of a request: it may hold secrets, so no plain hash of it is kept."""
+        canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        return hmac.new(self.digest_key, canonical.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
+
+    def replayed(self, scope: str, key: str | None, digest: str) -> str | None:
+        """The session that an earlier request with this key made. Raises ApiError when that was another request."""
+        known = self.store.remembered(scope, key) if key is not None else None
+        if known is None:
+            return None
+        if known[0] != digest:
+            raise conflict("This Idempotency-Key was used with another request.", "idempotency_conflict")
+        if self.store.session(known[1]) is None:
+            raise conflict("The session of this Idempotency-Key was deleted.", "idempotency_conflict")
+        return known[1]
+
+    def admit(self, request: SessionCreate) -> Harness:
+        """The harness that will run it. Raises ApiError."""
+        name = request.agent.harness or next(iter(self.harnesses))
+        harness = self.harnesses.get(name)
+        if harness is None:
+            known = ", ".join(self.harnesses)
+            message = f"Unknown harness '{name}'; this server has {known}."
+            raise unsupported(message, "agent.x_agents_core.harness")
+        harness.admit(request.agent, request.bundle)
+        return harness
+
+    async def create(self, request: SessionCreate, key: str | None, digest: str) -> str:
+        """Makes a session and starts it; returns its id once all of it is durable."""
+        harness = self.admit(request)
+        session_id, now = new_id(), int(time.time())
+        stored = new_session(request, session_id, (new_id(), new_id()), harness.name, now)
+        with self.store.transaction():
+            number = self.store.add_session(stored)
+            if key is not None:
+                self.store.remember(CREATE_SCOPE, key, digest, session_id)
+            turn_id = self.announce(stored, request.input, now)
+        try:
+            room = self.backend.make_room(session_id, number)
+            await install_files(room, request.environment)
+        except OSError as error:
+            self.forget(session_id)
+            message = f"The session's files cannot be stored: {error.strerror}."
+            raise unavailable(message, "artifact_storage_unavailable") from None
+        door = Door(request.bundle, self.client)
+        live = Live(session_id, request.agent, harness, request.environment, room, door)
+        self.live[session_id] = live
+        self.spawn(live, turn_id)
+        return session_id
+
+    def announce(self, stored: Doc, content: list[Doc] | None, now: int) -> str | None:
+        """The first events, and the queued turn of a session that comes with input."""
+        created = session_document(stored, [])
+        self.store.add_event(stored["id"], f"{PREFIX}created", {"session": created})
+        return None if content is None else self.queue_turn(stored, content, now)
+
+    def queue_turn(self, stored: Doc, content: list[Doc], now: int) -> str:
+        """A queued turn with its user message, told in the order of AGENTS_API 5.4. Runs inside a transaction."""
+        session_id, turn = stored["id"], new_turn(new_id(), stored, now)
+        self.store.add_turn(turn)
+        head = {"session_id": session_id, "turn_id": turn["id"]}
+        self.store.add_event(session_id, f"{PREFIX}turn.created", {**head, "turn": turn})
+        item = user_message(new_id(), turn["id"], content)
+        self.store.save_item(session_id, item)
+        self.store.add_event(session_id, f"{PREFIX}turn.item.added", {**head, "output_index": None, "item": item})
+        shown = session_document(stored, self.store.turns(session_id))
+        self.store.add_event(session_id, f"{PREFIX}in_progress", {"session": shown})
+        return str(turn["id"])
+
+    def spawn(self, live: Live, turn_id: str | None) -> None:
+        task = asyncio.create_task(self.runner.run(live, turn_id))
+        live.tasks.add(task)
+        task.add_done_callback(lambda done: self.finished(live, done))
+
+    def finished(self, live: Live, task: asyncio.Task[None]) -> None:
+        live.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("turn of session %s: %s", live.session_id, error, exc_info=error)
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, session_id: str, events: list[Message] | list[Cancel], key: str | None, digest: str) -> None:
+        """Applies a batch whole or not at all. Raises ApiError."""
+        stored = self.require(session_id)
+        if key is not None and self.replayed(session_id, key, digest) is not None:
+            return
+        messages = [event for event in events if isinstance(event, Message)]
+        if messages:
+            self.message(stored, [part for message in messages for part in message.content], key, digest)
+            return
+        with self.store.transaction():
+            if key is not None:
+                self.store.remember(session_id, key, digest, session_id)
+        if events:
+            self.cancel(session_id)
+
+    def message(self, stored: Doc, content: list[Doc], key: str | None, digest: str) -> None:
+        if stored["_environment"]["status"] in ("failed", "expired"):
+            raise conflict("The session's environment is gone; create a new session.", "environment_unavailable")
+        if self.active_turn(stored["id"]) is not None:
+            raise conflict("A turn is under way; wait for its end or cancel it.", "turn_conflict")
+        live = self.live.get(stored["id"]) or self.revive(stored)
+        with self.store.transaction():
+            if key is not None:
+                self.store.remember(stored["id"], key, digest, stored["id"])
+            stored["last_active_at"] = int(time.time())
+            self.store.save_session(stored)
+            turn_id = self.queue_turn(stored, content, stored["last_active_at"])
+        self.spawn(live, turn_id)
+
+    def cancel(self, session_id: str) -> None:
+        """A queued turn is over at once; a running one is told to end. Without one there is nothing to do."""
+        turn, live = self.active_turn(session_id), self.live.get(session_id)
+        if turn is None or live is None:
+            return
+        if turn["status"] == "queued":
+            self.runner.cancel(live, turn["id"])
+        else:
+            live.cancelled.set()
+
+    # ── delete ────────────────────────────────────────────────────────────────────────────────────
+
+    async def delete(self, session_id: str, *, cancel: bool) -> None:
+        """Removes a session that is not busy, and all it has. Raises ApiError."""
+        if self.store.session(session_id) is None:
+            if self.store.session_number(session_id) is None:
+                raise not_found()
+            return
+        turn, live = self.active_turn(session_id), self.live.get(session_id)
+        if turn is not None and live is not None and turn["status"] != "queued":
+            if not cancel:
+                raise conflict(BUSY, settling=live.cancelled.is_set())
+            live.cancelled.set()
+            if live.tasks:
+                await asyncio.wait(live.tasks, timeout=DELETE_WAIT_SECONDS)
+            if self.active_turn(session_id) is not None:
+                raise conflict(BUSY, settling=True)
+        elif turn is not None and live is not None:
+            self.runner.cancel(live, turn["id"])
+        await self.discard(session_id, live)
+
+    async def discard(self, session_id: str, live: Live | None) -> None:
+        self.live.pop(session_id, None)
+        for task in list(live.tasks) if live else []:
+            task.cancel()
+            await asyncio.wait({task})
+        self.forget(session_id)
+        if live is not None:
+            await asyncio.to_thread(remove_room, live.room)
+
+    def forget(self, session_id: str) -> None:
+        with self.store.transaction():
+            unused = self.store.delete_session(session_id)
+        for digest in unused:
+            self.blobs.remove(digest)
+
+    def delete_artifact(self, session_id: str, artifact_id: str) -> None:
+        found = self.store.artifact(session_id, artifact_id)
+        if found is None:
+            raise not_found()
+        with self.store.transaction():
+            self.store.delete_artifact(artifact_id)
+        if not self.store.digest_used(found[1]):
+            self.blobs.remove(found[1])
+
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────
+
+    def require(self, session_id: str) -> Doc:
+        stored = self.store.session(session_id)
+        if stored is None:
+            raise not_found()
+        return stored
+
+    def document(self, session_id: str) -> Doc:
+        return self.shown(self.require(session_id))
+
+    def shown(self, stored: Doc) -> Doc:
+        return session_document(stored, self.store.turns(stored["id"]))
+
+    def active_turn(self, session_id: str) -> Doc | None:
+        turns = self.store.turns(session_id)
+        return turns[-1] if turns and turns[-1]["status"] not in TERMINAL else None
+
+    def set_metadata(self, session_id: str, metadata: dict[str, str] | None) -> Doc:
+        stored = self.require(session_id)
+        if metadata is not None:
+            stored["metadata"] = metadata
+            with self.store.transaction():
+                self.store.save_session(stored)
+        return self.shown(stored)
+
+    # ── start and stop ────────────────────────────────────────────────────────────────────────────
+
+    def recover(self) -> None:
+        """What a server that ended without notice left: running turns fail, half-prepared environments too."""
+        for turn in self.store.unfinished_turns():
+            stored = self.store.session(turn["session_id"])
+            if stored is None:
+                continue
+            live = self.revive(stored)
+            self.runner.fail(live, turn["id"], failures.RESTARTED)
+            self.live.pop(stored["id"], None)
+        for stored in self.all_sessions():
+            if stored["_environment"]["status"] == "pending":
+                live = self.revive(stored)
+                failure = failures.sandbox_failure("initialization did not complete", "server_restarted")
+                self.runner.fail_environment(live, None, failure)
+                self.live.pop(stored["id"], None)
+        known = {stored["id"] for stored in self.all_sessions()}
+        for room in self.backend.rooms_left():
+            if room.path.name not in known:
+                remove_room(room)
+
+    def all_sessions(self) -> list[Doc]:
+        found, after = list[Doc](), None
+        while True:
+            page = self.store.session_page({}, None, limit=100, descending=False, after=after)
+            found += page.data
+            if not page.has_more:
+                return found
+            after = page.data[-1]["id"]
+
+    def revive(self, stored: Doc) -> Live:
+        """The live half of a stored session, without its secrets."""
+        number = self.store.session_number(stored["id"])
+        assert number is not None
+        extension = stored["agent"]["x_agents_core"]
+        model, instructions = stored["agent"]["model"], stored["agent"]["instructions"]
+        verbosity = stored["agent"]["text"]["verbosity"]
+        agent = Agent(model, instructions, verbosity, extension["harness"], extension["harness_config"])
+        environment = Environment(stored["environment"]["container_size"], [], {}, [])
+        harness = self.harnesses[extension["harness"]]
+        room = self.backend.make_room(stored["id"], number)
+        door = Door(None, self.client)
+        live = Live(stored["id"], agent, harness, environment, room, door, secrets_lost=stored["_secrets"])
+        self.live[stored["id"]] = live
+        return live
+
+    async def close(self) -> None:
+        """Ends every turn without waiting for it; the sandboxes die with the backend."""
+        tasks = [task for live in self.live.values() for task in live.tasks]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=DELETE_WAIT_SECONDS)
+
+
+async def install_files(room: Room, environment: Environment) -> None:
+    def write() -> None:
+        for file in environment.files:
+            install(room.workspace, file.path.removeprefix("/workspace/"), file.data, room.uid)
+
+    if sum(len(file.data) for file in environment.files) > LARGE_BYTES:
+        await asyncio.to_thread(write)
+    else:
+        write()
+
+
+def digest_key(path: Path) -> bytes:
+    """The key of request digests: made once per data directory, so that idempotency outlives a restart."""
+    if not path.exists():
+        path.touch(mode=0o600)
+        path.write_bytes(secrets.token_bytes(32))
+    return path.read_bytes()

@@ -1,0 +1,427 @@
+"""Running one turn: prepare the environment, start the harness in a sandbox, follow it to its end, publish.
+
+Invariants:
+- A turn ends at the harness's own terminal event; then every process of its sandbox is killed.
+- What is published was captured after they were all gone, and appears in the transaction that completes the turn.
+- Whoever reads a terminal status reads the final items, usage and artifacts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from core import failures
+from core.artifacts import Blobs, Capture, CaptureFailed, capture
+from core.documents import TERMINAL, artifact_document, environment_state, session_document
+from core.egress import DOOR_URL, Door
+from core.failures import Failure
+from core.harnesses import Effect, Ended, Harness, OutputReader, Thread, TurnRequest
+from core.recorder import Recorder
+from core.sandbox import CONTAINER_SIZES, OUTPUTS, Backend, Command, Limits, Room, Sandbox, SandboxFailed
+from core.sandbox.rooms import install, open_up
+from core.store import Store, new_id
+from core.wire import Agent, Environment
+
+CHUNK_BYTES = 1 << 16
+LINE_BYTES = 8 << 20
+STDERR_BYTES = 16 << 10
+GRACE_SECONDS = 1.0
+STEP_SECONDS = 120.0
+PREPARATION_SECONDS = 1800.0
+PREFIX = "agent.session."
+
+Doc = dict[str, Any]
+
+
+@dataclass
+class Live:
+    """What a session keeps in memory: its room, its door, its secrets, and the turn that is running."""
+
+    session_id: str
+    agent: Agent
+    harness: Harness
+    environment: Environment
+    room: Room
+    door: Door
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    secrets_lost: bool = False
+
+    @property
+    def limits(self) -> Limits:
+        return CONTAINER_SIZES[self.environment.container_size]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the harness's process went. `ended` is None when there was no terminal event."""
+
+    ended: Ended | None
+    code: int
+    stderr: str
+    cancelled: bool
+    memory_exceeded: bool
+    lost: bool
+
+
+class TurnRunner:
+    """Runs turns with at most `slots` sandboxes at a time; first come, first served."""
+
+    def __init__(self, store: Store, backend: Backend, blobs: Blobs, slots: int) -> None:
+        self.store = store
+        self.backend = backend
+        self.blobs = blobs
+        self.slots = asyncio.Semaphore(slots)
+
+    async def run(self, live: Live, turn_id: str | None) -> None:
+        """Prepares the session if it is not, then runs the turn, if any. Any defect here fails the turn."""
+        async with live.lock, self.slots:
+            try:
+                if await self.prepare(live, turn_id) and turn_id is not None:
+                    await self.run_turn(live, turn_id)
+            except Exception as error:
+                if turn_id is not None:
+                    message = f"The server failed: {type(error).__name__}."
+                    self.fail(live, turn_id, Failure("internal_error", message, "infrastructure", "server_defect"))
+                raise
+
+    # ── preparation ───────────────────────────────────────────────────────────────────────────────
+
+    async def prepare(self, live: Live, turn_id: str | None) -> bool:
+        """Runs the setup commands once per session. False when they failed and the session with them."""
+        stored = self.session(live)
+        if stored["_environment"]["status"] != "pending":
+            return bool(stored["_environment"]["status"] == "ready")
+        self.move_environment(live, turn_id, "pending")
+        failure = None
+        try:
+            failure = await asyncio.wait_for(self.setup(live), PREPARATION_SECONDS)
+        except TimeoutError:
+            failure = failures.sandbox_failure("initialization did not complete", "preparation_timeout")
+        except SandboxFailed as error:
+            failure = failures.sandbox_failure(f"The sandbox did not start: {error}", "sandbox_lost")
+        if failure is None:
+            self.move_environment(live, turn_id, "ready")
+            return True
+        self.fail_environment(live, turn_id, failure)
+        return False
+
+    async def setup(self, live: Live) -> Failure | None:
+        for index, (command, directory) in enumerate(live.environment.setup_commands):
+            code = await self.setup_command(live, command, directory)
+            if code != 0:
+                message = f'script "setup_commands[{index}]" failed with exit code {code}'
+                return failures.sandbox_failure(message, "setup_command_failed", index=index, exit_code=code)
+        return None
+
+    async def setup_command(self, live: Live, command: str, directory: str) -> int:
+        script = 'cd -- "$1" && exec /bin/bash -c "$2"'
+        argv = ["/bin/bash", "-c", script, "setup", directory, command]
+        sandbox = await self.backend.run(
+            Command(argv, dict(live.environment.env), merge_stderr=True), live.room, live.limits
+        )
+        draining = asyncio.create_task(drain(sandbox.stdout))
+        try:
+            return await asyncio.wait_for(sandbox.wait(), STEP_SECONDS)
+        finally:
+            sandbox.kill()
+            close_door(sandbox)
+            await sandbox.wait()
+            await draining
+
+    def move_environment(self, live: Live, turn_id: str | None, status: str, error: str | None = None) -> None:
+        with self.store.transaction():
+            stored = self.session(live)
+            stored["_environment"] = {"status": status, "error": error}
+            self.store.save_session(stored)
+            members = {
+                "session_id": live.session_id,
+                "turn_id": turn_id,
+                "environment": environment_state(stored),
+            }
+            self.store.add_event(live.session_id, f"{PREFIX}environment.{status}", members)
+
+    def fail_environment(self, live: Live, turn_id: str | None, failure: Failure) -> None:
+        self.move_environment(live, turn_id, "failed", failure.message)
+        if turn_id is not None and self.turn(live, turn_id)["status"] not in TERMINAL:
+            self.fail(live, turn_id, failure)
+        else:
+            with self.store.transaction():
+                self.session_event(live, "failed")
+
+    # ── the turn ──────────────────────────────────────────────────────────────────────────────────
+
+    async def run_turn(self, live: Live, turn_id: str) -> None:
+        turn = self.turn(live, turn_id)
+        if turn["status"] != "queued":
+            return  # cancelled while it waited
+        if live.secrets_lost:
+            self.fail(live, turn_id, failures.KEY_LOST)
+            return
+        self.begin(live, turn)
+        recorder = Recorder(self.store, live.session_id, turn_id)
+        live.door.begin_turn()
+        try:
+            outcome = await self.drive(live, turn_id, recorder)
+        except (SandboxFailed, OSError) as error:
+            message = f"The sandbox did not start: {error}"
+            self.fail(live, turn_id, failures.sandbox_failure(message, "sandbox_lost"), recorder)
+            return
+        await self.settle(live, turn_id, recorder, outcome)
+
+    def begin(self, live: Live, turn: Doc) -> None:
+        live.cancelled.clear()
+        with self.store.transaction():
+            turn |= {"status": "in_progress", "started_at": int(time.time())}
+            self.store.save_turn(turn)
+            self.turn_event(live, turn, "turn.in_progress")
+
+    async def drive(self, live: Live, turn_id: str, recorder: Recorder) -> Outcome:
+        """Runs the harness to its terminal event, its exit, or a cancel; returns when its sandbox is gone."""
+        launch = live.harness.launch(self.request(live, turn_id))
+        open_up(live.room)
+        for name, data in launch.home_files.items():
+            install(live.room.home, name, data, live.room.uid)
+        started = time.monotonic()
+        sandbox = await self.backend.run(launch.command, live.room, live.limits)
+        output = Output(live.harness.reader(), lambda effects: self.apply(live, recorder, effects))
+        reading = asyncio.create_task(output.follow(sandbox.stdout))
+        stderr = asyncio.create_task(tail(sandbox.stderr, STDERR_BYTES))
+        try:
+            async with self.opened(live, sandbox):
+                await self.until_over(live, sandbox, output, reading)
+        finally:
+            sandbox.kill()
+            code = await sandbox.wait()
+        await reading
+        if not live.cancelled.is_set() and not sandbox.lost:
+            output.exited(code, time.monotonic() - started)
+        said = (await stderr).decode(errors="replace")
+        cancelled = live.cancelled.is_set()
+        return Outcome(output.ended, code, said, cancelled, sandbox.memory_exceeded(), sandbox.lost)
+
+    def opened(self, live: Live, sandbox: Sandbox) -> contextlib.AbstractAsyncContextManager[None]:
+        assert sandbox.door is not None
+        return live.door.open(sandbox.door)
+
+    async def until_over(self, live: Live, sandbox: Sandbox, output: Output, reading: asyncio.Task[None]) -> None:
+        """Waits for the terminal event, the exit, or a cancel, which gets SIGTERM and a moment before the kill."""
+        exited = asyncio.create_task(sandbox.wait())
+        waits = [exited, asyncio.create_task(live.cancelled.wait()), asyncio.create_task(output.over.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if live.cancelled.is_set() and output.ended is None:
+                sandbox.terminate()
+                await asyncio.wait({exited}, timeout=GRACE_SECONDS)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def request(self, live: Live, turn_id: str) -> TurnRequest:
+        page = self.store.page("items", {"turn_id": turn_id}, limit=1, descending=False, after=None)
+        text = "\n\n".join(part["text"] for part in page.data[0]["content"])
+        thread = self.session(live)["_thread"]
+        env = dict(live.environment.env)
+        return TurnRequest(live.agent, live.door.bundle, DOOR_URL, live.door.key, text, env, thread)
+
+    def apply(self, live: Live, recorder: Recorder, effects: list[Effect]) -> None:
+        with self.store.transaction():
+            recorder.apply(effects)
+            for effect in effects:
+                if isinstance(effect, Thread):
+                    stored = self.session(live)
+                    stored["_thread"] = effect.name
+                    self.store.save_session(stored)
+
+    # ── the end of a turn ─────────────────────────────────────────────────────────────────────────
+
+    async def settle(self, live: Live, turn_id: str, recorder: Recorder, outcome: Outcome) -> None:
+        calls = live.door.calls
+        if outcome.ended is not None and outcome.ended.error is None:
+            await self.complete(live, turn_id, recorder)
+        elif outcome.cancelled:
+            self.cancel(live, turn_id, recorder)
+        elif outcome.lost:
+            self.fail(live, turn_id, failures.SANDBOX_LOST, recorder)
+        elif outcome.ended is not None:
+            self.fail(live, turn_id, failures.turn_failure(calls, outcome.ended.error or ""), recorder)
+        else:
+            failure = failures.exit_failure(
+                calls, outcome.code, outcome.stderr, memory_exceeded=outcome.memory_exceeded
+            )
+            self.fail(live, turn_id, failure, recorder)
+
+    async def complete(self, live: Live, turn_id: str, recorder: Recorder) -> None:
+        try:
+            open_up(live.room)
+            found = await asyncio.to_thread(capture, live.room.workspace, OUTPUTS, self.blobs)
+        except CaptureFailed as error:
+            self.fail(live, turn_id, failures.capture_failure(str(error)), recorder)
+            return
+        except OSError as error:
+            self.fail(live, turn_id, failures.storage_failure(error.strerror or "I/O error"), recorder)
+            return
+        now = int(time.time())
+        with self.store.transaction():
+            recorder.abandon()
+            self.publish(live, turn_id, found, now)
+            recorder.warnings += found.skipped
+            self.end(live, turn_id, "completed", recorder, now)
+
+    def publish(self, live: Live, turn_id: str, found: Capture, now: int) -> None:
+        """A later turn publishes a path again only when its content changed."""
+        stored, known = self.session(live), self.store.published(live.session_id)
+        for file in found.files:
+            if known.get(file.path) != file.digest:
+                document = artifact_document(new_id(), stored, turn_id, file.path, file.size, now)
+                self.store.add_artifact(document, file.digest)
+
+    def cancel(self, live: Live, turn_id: str, recorder: Recorder | None = None) -> None:
+        with self.store.transaction():
+            if recorder:
+                recorder.abandon()
+            self.end(live, turn_id, "cancelled", recorder, int(time.time()))
+
+    def fail(self, live: Live, turn_id: str, failure: Failure, recorder: Recorder | None = None) -> None:
+        with self.store.transaction():
+            if recorder:
+                recorder.abandon()
+            self.end(live, turn_id, "failed", recorder, int(time.time()), failure)
+
+    def end(
+        self,
+        live: Live,
+        turn_id: str,
+        status: str,
+        recorder: Recorder | None,
+        now: int,
+        failure: Failure | None = None,
+    ) -> None:
+        """The terminal state and its events. A turn that is already over stays as it is."""
+        turn = self.turn(live, turn_id)
+        if turn["status"] in TERMINAL:
+            return
+        turn |= {"status": status, "completed_at": now}
+        extension = turn["x_agents_core"]
+        if recorder is not None:
+            usage, observed = live.door.usage()
+            turn["usage"] = usage
+            extension["usage_source"] = "egress" if live.door.bundle else None
+            if usage is None and observed is not None:
+                extension["usage_observed"] = observed
+            extension["warnings"] = recorder.warnings
+        if failure is not None:
+            turn["error"] = {**failure.error(), "message": live.door.mask(failure.message)}
+            extension["failure"] = failure.record(now)
+        self.store.save_turn(turn)
+        stored = self.session(live)
+        stored["last_active_at"] = now
+        self.store.save_session(stored)
+        self.turn_event(live, turn, f"turn.{status}", usage=turn["usage"])
+        self.session_event(live, "failed" if status == "failed" else "idle")
+
+    # ── reading and telling ───────────────────────────────────────────────────────────────────────
+
+    def session(self, live: Live) -> Doc:
+        stored = self.store.session(live.session_id)
+        if stored is None:
+            raise KeyError(live.session_id)
+        return stored
+
+    def turn(self, live: Live, turn_id: str) -> Doc:
+        turn = self.store.one("turns", live.session_id, turn_id)
+        if turn is None:
+            raise KeyError(turn_id)
+        return turn
+
+    def session_event(self, live: Live, name: str) -> None:
+        document = session_document(self.session(live), self.store.turns(live.session_id))
+        self.store.add_event(live.session_id, f"{PREFIX}{name}", {"session": document})
+
+    def turn_event(self, live: Live, turn: Doc, name: str, **members: Any) -> None:
+        head = {"session_id": live.session_id, "turn_id": turn["id"], "turn": turn}
+        self.store.add_event(live.session_id, f"{PREFIX}{name}", {**head, **members})
+
+
+class Output:
+    """The harness's output on its way to the record, up to its terminal event. Trouble there counts as the end."""
+
+    def __init__(self, reader: OutputReader, apply: Callable[[list[Effect]], None]) -> None:
+        self.reader = reader
+        self.apply = apply
+        self.ended: Ended | None = None
+        self.over = asyncio.Event()
+
+    async def follow(self, stream: asyncio.StreamReader) -> None:
+        """Reads to the end of the stream; what comes behind the terminal event is thrown away."""
+        lines = Lines(LINE_BYTES) if self.reader.lines else None
+        try:
+            while chunk := await stream.read(CHUNK_BYTES):
+                for piece in lines.feed(chunk) if lines else [chunk]:
+                    self.take(self.reader.feed(piece))
+            if lines and lines.rest:
+                self.take(self.reader.feed(bytes(lines.rest)))
+        except BaseException:
+            self.over.set()
+            raise
+
+    def exited(self, code: int, seconds: float) -> None:
+        self.take(self.reader.exited(code, seconds))
+
+    def take(self, effects: Iterator[Effect]) -> None:
+        found = [] if self.ended else list(effects)
+        if not found:
+            return
+        self.apply(found)
+        self.ended = next((effect for effect in found if isinstance(effect, Ended)), None)
+        if self.ended:
+            self.over.set()
+
+
+class Lines:
+    """Splits a stream into lines; one that grows beyond `longest` bytes is dropped up to its end."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.rest = bytearray()
+        self.skipping = False
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        *lines, rest = chunk.split(b"\n")
+        whole = []
+        for line in lines:
+            if not self.skipping:
+                whole.append(bytes(self.rest + line))
+            self.rest.clear()
+            self.skipping = False
+        if not self.skipping:
+            self.rest += rest
+        if len(self.rest) > self.longest:
+            self.rest.clear()
+            self.skipping = True
+        return whole
+
+
+async def drain(stream: asyncio.StreamReader) -> None:
+    while await stream.read(CHUNK_BYTES):
+        pass
+
+
+async def tail(stream: asyncio.StreamReader | None, size: int) -> bytes:
+    """The last `size` bytes of a stream, read to its end."""
+    kept = bytearray()
+    while stream is not None and (chunk := await stream.read(CHUNK_BYTES)):
+        kept += chunk
+        del kept[: max(0, len(kept) - size)]
+    return bytes(kept)
+
+
+def close_door(sandbox: Sandbox) -> None:
+    if sandbox.door is not None:
+        sandbox.door.close()

@@ -1,0 +1,596 @@
+"""Requests of the Agents API: strict parsing of bodies and queries into small typed records.
+
+Every member is either understood, or refused with its path: nothing is ignored. A member that the API knows and that
+this server cannot honour must hold its neutral value.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ipaddress
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+from urllib.parse import parse_qsl, urlsplit
+
+from core.errors import bad_request, unsupported
+from core.sandbox import CONTAINER_SIZES
+
+MIB = 1 << 20
+CREATE_BODY_BYTES, BODY_BYTES = 16 * MIB, MIB
+MAX_FILES, FILE_BYTES, FILES_BYTES = 50, 5 * MIB, 10 * MIB
+INPUT_BYTES = 512 << 10
+PATH_BYTES = 4096
+METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
+KEY_BYTES = 16 << 10
+EVENTS_PER_BATCH = 64
+PROTOCOLS = ("anthropic", "responses", "chat_completions")
+RESERVED_ENV = re.compile(r"PATH|OPENAI_API_KEY|OAC_.*|CODEX_.*")
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RESERVED_PATHS = re.compile(r"/workspace/(\.codex(/.*)?|\.managed-agents[^/]*(/.*)?|outputs)")
+SUPPORTED_ACCESS = "disabled"
+
+Doc = dict[str, Any]
+
+
+# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_object(data: bytes) -> Doc:
+    """Strict JSON with an object at its root. Raises ApiError (400)."""
+    if not data:
+        raise bad_request("The request body is empty; send a JSON object.")
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=unique_members, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"The request body is not valid JSON: {short(error)}") from None
+    if not isinstance(value, dict):
+        raise bad_request("The request body must be a JSON object.")
+    if b"\\u0000" in data or b"\0" in data:
+        refuse_nul(value, "")
+    return value
+
+
+def short(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+
+
+def unique_members(pairs: list[tuple[str, Any]]) -> Doc:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate member {next(name for name in names if names.count(name) > 1)!r}")
+    return members
+
+
+def refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def refuse_nul(value: Any, path: str) -> None:
+    if isinstance(value, str) and "\0" in value:
+        raise bad_request("U+0000 is not allowed in a string.", path or None)
+    if isinstance(value, dict):
+        for name, member in value.items():
+            refuse_nul(name, path)
+            refuse_nul(member, f"{path}.{name}".lstrip("."))
+    if isinstance(value, list):
+        for index, member in enumerate(value):
+            refuse_nul(member, f"{path}[{index}]")
+
+
+class Members:
+    """The members of one object, taken one by one; what is left at the end is unknown."""
+
+    def __init__(self, value: Any, path: str = "") -> None:
+        self.path = path
+        if not isinstance(value, dict):
+            raise bad_request("Expected an object.", path or None)
+        self.rest = dict(value)
+
+    def at(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+    def take(self, name: str, kind: type | tuple[type, ...], what: str, *, required: bool = False) -> Any:
+        """The member if it has the type, None if it is absent or null."""
+        value = self.rest.pop(name, None)
+        if value is None:
+            if required:
+                raise bad_request(f"Missing required parameter: '{self.at(name)}'.", self.at(name))
+            return None
+        accepted = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kind) or (isinstance(value, bool) and bool not in accepted):
+            raise bad_request(f"'{self.at(name)}' must be {what}.", self.at(name))
+        return value
+
+    def string(self, name: str, *, required: bool = False, longest: int | None = None) -> str | None:
+        value: str | None = self.take(name, str, "a string", required=required)
+        if value is not None and longest is not None and len(value.encode(errors="replace")) > longest:
+            raise bad_request(f"'{self.at(name)}' must be at most {longest} bytes.", self.at(name))
+        return value
+
+    def choice(self, name: str, values: tuple[str, ...], *, required: bool = False) -> str | None:
+        value = self.string(name, required=required)
+        if value is not None and value not in values:
+            raise bad_request(f"'{self.at(name)}' must be one of {', '.join(values)}.", self.at(name))
+        return value
+
+    def positive(self, name: str) -> int | None:
+        value: int | None = self.take(name, int, "a positive integer")
+        if value is not None and value <= 0:
+            raise bad_request(f"'{self.at(name)}' must be a positive integer.", self.at(name))
+        return value
+
+    def items(self, name: str, *, required: bool = False) -> list[Any]:
+        value: list[Any] | None = self.take(name, list, "a list", required=required)
+        return value or []
+
+    def members(self, name: str) -> Members | None:
+        value = self.take(name, dict, "an object")
+        return None if value is None else Members(value, self.at(name))
+
+    def neutral(self, name: str, *values: Any) -> None:
+        """A known member that cannot be honoured: absent, null, or one of `values`."""
+        value = self.rest.pop(name, None)
+        if value is not None and not any(same(value, allowed) for allowed in values):
+            raise unsupported(f"'{self.at(name)}' is not supported by this server.", self.at(name))
+
+    def done(self) -> None:
+        for name in self.rest:
+            raise bad_request(f"Unknown parameter: '{self.at(name)}'.", self.at(name))
+
+
+def same(value: Any, allowed: Any) -> bool:
+    return type(value) is type(allowed) and bool(value == allowed)
+
+
+# ── session create ────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class InlineFile:
+    path: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Where the model is and how to speak to it; frozen per session. The key never leaves the server."""
+
+    protocol: str
+    base_url: str
+    api_key: str = field(repr=False)
+    context_window: int | None = None
+    max_output_tokens: int | None = None
+
+    def public(self) -> Doc:
+        return {
+            "protocol": self.protocol,
+            "base_url": self.base_url,
+            "api_key_configured": True,
+            "context_window": self.context_window,
+            "max_output_tokens": self.max_output_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class Agent:
+    model: str | None
+    instructions: str | None
+    verbosity: str
+    harness: str | None
+    harness_config: Doc
+
+
+@dataclass(frozen=True)
+class Environment:
+    container_size: str
+    files: list[InlineFile]
+    env: Mapping[str, str] = field(repr=False)
+    setup_commands: list[tuple[str, str]] = field(repr=False)  # (command, working directory)
+
+
+@dataclass(frozen=True)
+class SessionCreate:
+    agent: Agent
+    environment: Environment
+    input: list[Doc] | None  # content parts of the user message
+    metadata: dict[str, str]
+    bundle: Bundle | None
+    stream: bool
+
+
+def parse_session_create(body: Doc) -> SessionCreate:
+    """Raises ApiError with the path of the first member at fault."""
+    members = Members(body)
+    if members.take("agent_id", str, "a string") is not None:
+        raise unsupported("Saved agents are not supported by this server; send 'agent'.", "agent_id")
+    raw_agent = members.take("agent", dict, "an object", required=True)
+    agent_extension = Members(dict(raw_agent).pop("x_agents_core", None) or {}, "agent.x_agents_core")
+    top_extension = Members(members.take("x_agents_core", dict, "an object") or {}, "x_agents_core")
+    agent = parse_agent(Members(raw_agent, "agent"), agent_extension, top_extension)
+    bundle = parse_bundle(top_extension)
+    top_extension.neutral("environment")
+    top_extension.neutral("limits")
+    top_extension.done()
+    environment = parse_environment(
+        Members(members.take("environment", dict, "an object", required=True), "environment")
+    )
+    stream = bool(members.take("stream", bool, "a boolean"))
+    content = parse_input(members)
+    options = members.members("stream_options")
+    if options is not None:
+        if not stream:
+            raise bad_request("'stream_options' needs 'stream': true.", "stream_options")
+        options.take("include_obfuscation", bool, "a boolean")
+        options.done()
+    if stream and content is None:
+        raise bad_request("'stream': true needs an 'input'.", "input")
+    metadata = parse_metadata(members)
+    members.neutral("spend_control", {"limit": None}, {})
+    members.neutral("vault_ids", [])
+    members.neutral("prompt_cache_options")
+    members.neutral("review", "none")
+    members.done()
+    return SessionCreate(agent, environment, content, metadata, bundle, stream)
+
+
+def parse_agent(agent: Members, extension: Members, top: Members) -> Agent:
+    agent.rest.pop("x_agents_core", None)
+    model = agent.string("model", longest=1024)
+    instructions = agent.string("instructions", longest=INPUT_BYTES)
+    agent.neutral("name")
+    agent.neutral("tools", [])
+    agent.neutral("reasoning", {}, {"effort": None}, {"effort": None, "summary": None})
+    agent.neutral("service_tier", "auto")
+    agent.neutral("compaction", {}, {"async": False})
+    agent.neutral("experimental", {}, {"time_awareness": False})
+    agent.neutral("multi_agent", {}, {"enabled": False}, {"enabled": False, "max_concurrent_subagents": None})
+    verbosity = "medium"
+    text = agent.members("text")
+    if text is not None:
+        text.neutral("format", {"type": "text"})
+        verbosity = text.choice("verbosity", ("low", "medium", "high")) or "medium"
+        text.done()
+    agent.done()
+    harness = extension.string("harness")
+    config = top.take("harness_config", dict, "an object") or extension.take("harness_config", dict, "an object")
+    extension.rest.pop("harness_config", None)
+    extension.done()
+    return Agent(model, instructions, verbosity, harness, config or {})
+
+
+def parse_bundle(extension: Members) -> Bundle | None:
+    provider = extension.members("model_provider")
+    if provider is None:
+        return None
+    if not provider.rest:
+        raise bad_request("'x_agents_core.model_provider' must not be empty.", provider.path)
+    protocol = provider.choice("protocol", PROTOCOLS, required=True)
+    base_url = provider.string("base_url", required=True, longest=PATH_BYTES)
+    api_key = provider.string("api_key", required=True, longest=KEY_BYTES)
+    assert protocol is not None and base_url is not None and api_key is not None
+    check_base_url(base_url, provider.at("base_url"))
+    if not api_key or not api_key.isascii() or not api_key.isprintable():
+        raise bad_request("'x_agents_core.model_provider.api_key' must be printable ASCII.", provider.at("api_key"))
+    bundle = Bundle(
+        protocol,
+        base_url,
+        api_key,
+        provider.positive("context_window"),
+        provider.positive("max_output_tokens"),
+    )
+    provider.done()
+    return bundle
+
+
+def check_base_url(base_url: str, param: str) -> None:
+    """https anywhere, http to loopback and private addresses; no user info, query or fragment."""
+    try:
+        url = urlsplit(base_url)
+        host, _ = url.hostname, url.port
+    except ValueError:
+        raise bad_request(f"'{param}' is not a URL.", param) from None
+    if not base_url.isascii() or not base_url.isprintable() or " " in base_url:
+        raise bad_request(f"'{param}' must be printable ASCII.", param)
+    if url.scheme not in ("http", "https") or not host:
+        raise bad_request(f"'{param}' must be an http or https URL.", param)
+    if url.username is not None or url.password is not None or "?" in base_url or "#" in base_url:
+        raise bad_request(f"'{param}' must not hold user info, a query or a fragment.", param)
+    if url.scheme == "http" and not private_host(host):
+        raise bad_request(f"'{param}': plain http is for loopback and private addresses; use https.", param)
+
+
+def private_host(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_private and not address.is_unspecified
+
+
+def parse_metadata(members: Members) -> dict[str, str]:
+    metadata = members.take("metadata", dict, "an object") or {}
+    if len(metadata) > METADATA_PAIRS:
+        raise bad_request(f"'metadata' holds at most {METADATA_PAIRS} pairs.", "metadata")
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise bad_request(f"'metadata.{key}' must be a string.", f"metadata.{key}")
+        if not 1 <= len(key) <= METADATA_KEY or len(value) > METADATA_VALUE:
+            limits = f"keys of 1 to {METADATA_KEY} and values of at most {METADATA_VALUE} characters"
+            raise bad_request(f"'metadata' takes {limits}.", f"metadata.{key}")
+    return dict(metadata)
+
+
+# ── input ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_input(members: Members) -> list[Doc] | None:
+    """Content parts of the first user message, or None."""
+    value = members.rest.pop("input", None)
+    if value is None:
+        return None
+    return parse_messages(value, "input")
+
+
+def parse_messages(value: Any, path: str) -> list[Doc]:
+    """A string, or a non-empty list of user messages, as one list of content parts."""
+    if isinstance(value, str):
+        content = [{"type": "input_text", "text": value}]
+    elif isinstance(value, list) and value:
+        content = [part for index, message in enumerate(value) for part in parse_message(message, f"{path}[{index}]")]
+    else:
+        raise bad_request(f"'{path}' must be a string or a non-empty list of messages.", path)
+    if sum(len(part["text"].encode(errors="replace")) for part in content) > INPUT_BYTES:
+        raise bad_request(f"'{path}' must be at most {INPUT_BYTES} bytes.", path)
+    return content
+
+
+def parse_message(value: Any, path: str) -> list[Doc]:
+    message = Members(value, path)
+    message.choice("type", ("message",))
+    message.choice("role", ("user",), required=True)
+    parts = message.items("content", required=True)
+    message.done()
+    if not parts:
+        raise bad_request(f"'{path}.content' must not be empty.", f"{path}.content")
+    return [parse_part(part, f"{path}.content[{index}]") for index, part in enumerate(parts)]
+
+
+def parse_part(value: Any, path: str) -> Doc:
+    part = Members(value, path)
+    kind = part.choice("type", ("input_text", "input_image"), required=True)
+    if kind == "input_image":
+        raise unsupported("Images are not supported by this server.", path)
+    text = part.string("text", required=True)
+    part.done()
+    return {"type": "input_text", "text": text}
+
+
+# ── environment ───────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_environment(members: Members) -> Environment:
+    kind = members.string("type", required=True)
+    if kind != "openai_hosted":
+        if kind in ("none", "self_hosted"):
+            raise unsupported("This server runs 'openai_hosted' environments only.", "environment.type")
+        raise bad_request("'environment.type' must be openai_hosted.", "environment.type")
+    size = members.choice("container_size", tuple(CONTAINER_SIZES)) or "medium"
+    parse_network(members)
+    files = parse_files(members.items("files"))
+    env = parse_env(members.take("env", dict, "an object") or {})
+    commands = [parse_setup(value, index) for index, value in enumerate(members.items("setup_commands"))]
+    packages = members.members("packages")
+    if packages is not None:
+        for name in ("python", "npm", "system"):
+            if packages.items(name):
+                reason = "packages cannot be installed without network; bring them as files."
+                raise unsupported(f"'environment.packages.{name}': {reason}", "environment.packages")
+        packages.done()
+    for name in ("environment_template_id", "environment_id"):
+        members.neutral(name)
+    for name in ("skills", "plugins", "capability_directories"):
+        members.neutral(name, [])
+    members.neutral("desktop", {"enabled": False})
+    members.done()
+    return Environment(size, files, env, commands)
+
+
+def parse_network(members: Members) -> None:
+    """Only `disabled` can be run so far; the API's default is `enabled`, so the member must be there."""
+    network = members.members("network")
+    access = network.choice("access", ("enabled", "disabled", "restricted"), required=True) if network else "enabled"
+    if access != SUPPORTED_ACCESS:
+        message = 'This server runs sessions without network only: send {"access": "disabled"}.'
+        raise unsupported(message, "environment.network")
+    assert network is not None
+    for name in ("allowed_domains", "blocked_domains"):
+        if network.items(name):
+            raise bad_request(f"'environment.network.{name}' must be empty when access is disabled.", network.at(name))
+    network.done()
+
+
+def parse_files(values: list[Any]) -> list[InlineFile]:
+    if len(values) > MAX_FILES:
+        raise bad_request(f"'environment.files' holds at most {MAX_FILES} files.", "environment.files")
+    files = [parse_file(value, f"environment.files[{index}]") for index, value in enumerate(values)]
+    if sum(len(file.data) for file in files) > FILES_BYTES:
+        raise bad_request(f"'environment.files' hold at most {FILES_BYTES} bytes in all.", "environment.files")
+    paths = {file.path for file in files}
+    if len(paths) != len(files):
+        raise bad_request("'environment.files' name a path twice.", "environment.files")
+    for index, file in enumerate(files):
+        parents = parents_of(file.path)
+        if any(parent in paths for parent in parents):
+            path = f"environment.files[{index}].path"
+            raise bad_request("A file's path is a directory of another file's path.", path)
+    return files
+
+
+def parents_of(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:count]) for count in range(2, len(parts))]
+
+
+def parse_file(value: Any, path: str) -> InlineFile:
+    members = Members(value, path)
+    kind = members.string("type", required=True)
+    if kind != "inline":
+        raise unsupported("Only inline files are supported by this server.", f"{path}.type")
+    name = members.string("path", required=True)
+    encoded = members.string("data", required=True)
+    members.done()
+    assert name is not None and encoded is not None
+    check_path(name, f"{path}.path")
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        raise bad_request(f"'{path}.data' must be standard base64.", f"{path}.data") from None
+    if len(data) > FILE_BYTES:
+        raise bad_request(f"'{path}.data' must be at most {FILE_BYTES} bytes.", f"{path}.data")
+    return InlineFile(name, data)
+
+
+def check_path(path: str, param: str) -> None:
+    """Absolute, canonical, below /workspace/, and nothing that the server or a harness keeps there."""
+    parts = path.split("/")
+    canonical = parts[:2] == ["", "workspace"] and len(parts) > 2 and not {"", ".", ".."} & set(parts[1:])
+    if not canonical or "\\" in path or "\0" in path or has_surrogates(path):
+        raise bad_request(f"'{param}' must be a canonical path below /workspace/.", param)
+    if len(path.encode()) > PATH_BYTES or any(len(part.encode()) > 255 for part in parts):
+        raise bad_request(f"'{param}' must be at most {PATH_BYTES} bytes, and each name at most 255.", param)
+    if RESERVED_PATHS.fullmatch(path):
+        raise bad_request(f"'{param}' is reserved.", param)
+
+
+def has_surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def parse_env(values: Doc) -> dict[str, str]:
+    for name, value in values.items():
+        param = f"environment.env.{name}"
+        if not isinstance(value, str) or has_surrogates(value):
+            raise bad_request(f"'{param}' must be a string.", param)
+        if not ENV_NAME.fullmatch(name) or RESERVED_ENV.fullmatch(name):
+            raise bad_request(f"'{param}' is not an allowed name.", param)
+    return dict(values)
+
+
+def parse_setup(value: Any, index: int) -> tuple[str, str]:
+    members = Members(value, f"environment.setup_commands[{index}]")
+    command = members.string("command", required=True, longest=INPUT_BYTES)
+    directory = members.string("cwd", longest=PATH_BYTES) or "/workspace"
+    members.done()
+    assert command is not None
+    return command, directory
+
+
+# ── update and events ─────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Message:
+    content: list[Doc]
+
+
+@dataclass(frozen=True)
+class Cancel:
+    pass
+
+
+def parse_events(body: Doc) -> list[Message] | list[Cancel]:
+    """One kind per batch. Raises ApiError."""
+    members = Members(body)
+    values = members.take("events", list, "a list", required=True)
+    members.done()
+    if len(values) > EVENTS_PER_BATCH:
+        raise bad_request(f"'events' holds at most {EVENTS_PER_BATCH} events.", "events")
+    parsed = [parse_event(value, f"events[{index}]") for index, value in enumerate(values)]
+    messages = [event for event in parsed if isinstance(event, Message)]
+    cancels = [event for event in parsed if isinstance(event, Cancel)]
+    if messages and cancels:
+        raise bad_request("'events' must be of one kind.", "events")
+    return messages or cancels
+
+
+def parse_event(value: Any, path: str) -> Message | Cancel:
+    event = Members(value, path)
+    kind = event.string("type", required=True)
+    prefix = "agent.session.input."
+    if kind == f"{prefix}message":
+        content = parse_messages(event.items("input", required=True), f"{path}.input")
+        event.done()
+        return Message(content)
+    if kind == f"{prefix}cancel":
+        event.done()
+        return Cancel()
+    if kind == f"{prefix}tool_result":
+        raise bad_request(f"Unknown pending tool call: {event.string('call_id', required=True)}", f"{path}.call_id")
+    raise bad_request(f"'{path}.type' is not an input event of this server.", f"{path}.type")
+
+
+def parse_session_update(body: Doc) -> dict[str, str] | None:
+    """The new metadata, or None when it stays as it is."""
+    members = Members(body)
+    given = "metadata" in body
+    metadata = parse_metadata(members)
+    for name in ("agent", "prompt_cache_options", "spend_control"):
+        members.neutral(name)
+    members.neutral("review", "none")
+    members.done()
+    return metadata if given else None
+
+
+# ── queries ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Paging:
+    limit: int
+    descending: bool
+    after: str | None
+
+
+class Query:
+    """The query string: unknown keys are ignored, known ones must not be given twice."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.pairs = parse_qsl(raw.decode("latin-1"), keep_blank_values=True)
+
+    def one(self, key: str) -> str | None:
+        values = [value for name, value in self.pairs if name == key]
+        if len(values) > 1:
+            raise bad_request(f"Failed to deserialize query string: duplicate field `{key}`")
+        return values[0] if values else None
+
+    def bracketed(self, name: str) -> dict[str, str]:
+        """`name[key]=value` pairs."""
+        found = dict[str, str]()
+        for key, value in self.pairs:
+            if key.startswith(f"{name}[") and key.endswith("]"):
+                self.one(key)
+                found[key[len(name) + 1 : -1]] = value
+        return found
+
+    def paging(self, *, clamp: bool) -> Paging:
+        """Precedence: duplicate key, limit, order. `clamp` or refuse a limit outside 1 to 100."""
+        raw_limit, order, after = self.one("limit"), self.one("order"), self.one("after")
+        limit = 20
+        if raw_limit is not None:
+            if not re.fullmatch(r"[0-9]{1,18}", raw_limit):
+                raise bad_request("Failed to deserialize query string: limit: invalid digit found in string")
+            limit = int(raw_limit)
+            if not 1 <= limit <= 100:
+                if not clamp:
+                    raise bad_request("limit must be between 1 and 100")
+                limit = min(max(limit, 1), 100)
+        if order not in (None, "asc", "desc"):
+            raise bad_request("order must be asc or desc")
+        return Paging(limit, order != "asc", after)

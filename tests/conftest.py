@@ -1,0 +1,169 @@
+"""Fixtures: real servers as processes of their own, on ports the system chose, and stock clients for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NO_NETWORK = {"access": "disabled"}
+TERMINAL = ("completed", "failed", "cancelled")
+PROTOCOLS = {"codex": "responses", "claude_sdk": "anthropic"}
+
+
+@dataclass
+class Service:
+    """A running service: its process, and what it printed as `export NAME='value'`."""
+
+    process: subprocess.Popen[str]
+    exports: dict[str, str]
+
+    def stop(self) -> int:
+        """Closes its standard input and waits for its end."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        return self.process.wait(timeout=20)
+
+
+def start_service(*arguments: str, first_line: str = "", env: dict[str, str] | None = None) -> Service:
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments, "--exit-with-stdin"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(first_line)
+    process.stdin.flush()
+    lines = [process.stdout.readline(), process.stdout.readline()]
+    exports = dict(re.findall(r"export (\w+)='(.*)'", "".join(lines)))
+    assert len(exports) == 2, f"{arguments} did not start: exit status {process.poll()}, printed {lines}"
+    return Service(process, exports)
+
+
+@contextlib.contextmanager
+def service(*arguments: str, first_line: str = "", env: dict[str, str] | None = None) -> Iterator[Service]:
+    running = start_service(*arguments, first_line=first_line, env=env)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@dataclass
+class Core:
+    """The Agents API under test and a stock client for it."""
+
+    service: Service
+    client: openai.OpenAI
+
+    @property
+    def url(self) -> str:
+        return self.service.exports["OPENAI_BASE_URL"]
+
+    @property
+    def key(self) -> str:
+        return self.service.exports["OPENAI_API_KEY"]
+
+    @property
+    def agents(self) -> Any:
+        return self.client.beta.agents
+
+    @property
+    def sessions(self) -> Any:
+        return self.client.beta.agents.sessions
+
+    def shell(self, script: str | None, **options: Any) -> Any:
+        """A session of the `shell` harness that runs `script`."""
+        environment = {"type": "openai_hosted", "network": NO_NETWORK, **options.pop("environment", {})}
+        agent = {"x_agents_core": {"harness": "shell"}}
+        given = {} if script is None else {"input": script}
+        return self.sessions.create(agent=agent, environment=environment, **given, **options)
+
+    def turn(self, session_id: str, number: int = 1, seconds: float = 60) -> Any:
+        """The session's turn of that number once it is over."""
+
+        def over() -> Any:
+            turns = list(self.sessions.turns.list(session_id, order="asc"))
+            return turns[number - 1] if len(turns) >= number and turns[number - 1].status in TERMINAL else None
+
+        return until(over, seconds)
+
+    def run(self, script: str, **options: Any) -> tuple[Any, Any]:
+        """(session, finished turn) of a script."""
+        session = self.shell(script, **options)
+        return session, self.turn(session.id)
+
+    def output(self, session_id: str) -> str:
+        """What the session's commands printed."""
+        items = [item.to_dict() for item in self.sessions.items.list(session_id, order="asc")]
+        return "".join(item["output"] or "" for item in items if item["type"] == "command_execution")
+
+    def artifacts(self, session_id: str) -> dict[str, bytes]:
+        listed = list(self.sessions.artifacts.list(session_id))
+        return {
+            artifact.path: self.sessions.artifacts.content(artifact.id, session_id=session_id).read()
+            for artifact in listed
+        }
+
+
+def until(condition: Callable[[], Any], seconds: float = 30, every: float = 0.02) -> Any:
+    """The first true value of `condition`, asked again and again; fails the test after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{condition} did not come true within {seconds} s"
+        time.sleep(every)
+    return value
+
+
+def connect(running: Service) -> Core:
+    client = openai.OpenAI(
+        base_url=running.exports["OPENAI_BASE_URL"], api_key=running.exports["OPENAI_API_KEY"], max_retries=0
+    )
+    return Core(running, client)
+
+
+@pytest.fixture(scope="session")
+def core() -> Iterator[Core]:
+    """One server for all tests that do not stop it."""
+    with service("core", "serve") as running:
+        yield connect(running)
+
+
+@dataclass
+class Gateway:
+    """The scripted policies, with one rollout `r` whose script is `SCRIPT`."""
+
+    service: Service
+
+    def bundle(self, harness: str, rollout_id: str = "r") -> dict[str, str]:
+        url = self.service.exports["MODEL_BASE_URL"].replace("{rollout_id}", rollout_id)
+        return {
+            "protocol": PROTOCOLS[harness],
+            "base_url": url,
+            "api_key": self.service.exports["MODEL_API_KEY"],
+        }
+
+
+SCRIPT = """mkdir -p outputs; echo "it's \\"$HOME\\""; printf '{"x": 1}' > outputs/answer.json"""
+
+
+@pytest.fixture(scope="session")
+def gateway() -> Iterator[Gateway]:
+    book = {"scripts": {"script": SCRIPT}, "rollouts": {"r": "script"}}
+    with service("gateway", "serve", "--scripts", "-", first_line=json.dumps(book) + "\n") as running:
+        yield Gateway(running)
