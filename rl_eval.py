@@ -308,9 +308,7 @@ def matches(expected: Any, actual: Any) -> bool:
     if isinstance(expected, list):
         same = isinstance(actual, list) and len(actual) == len(expected)
         return same and all(matches(e, a) for e, a in zip(expected, actual, strict=True))
-    return isinstance(actual, dict) and all(
-        k in actual and matches(v, actual[k]) for k, v in expected.items()
-    )
+    return isinstance(actual, dict) and all(k in actual and matches(v, actual[k]) for k, v in expected.items())
 
 
 def close(expected: float, actual: float) -> bool:
@@ -649,9 +647,7 @@ async def run_rollout(rollout: Rollout, api: Api, sweep: Sweep) -> Result:
 
     Raises nothing: an interruption is a result, too.
     """
-    result = Result(
-        rollout.id, rollout.task.id, *labels(rollout.pair), rollout.sample, group_id=rollout.group_id
-    )
+    result = Result(rollout.id, rollout.task.id, *labels(rollout.pair), rollout.sample, group_id=rollout.group_id)
     result.started_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     attempt, began, cancelled = Attempt(rollout), time.monotonic(), False
     try:
@@ -905,9 +901,7 @@ class Sweep:
         name = f"{result.task} · {result.harness} · {result.model} · #{result.sample}: {result.status}"
         reward = "null" if result.reward is None else f"{result.reward:.1f}"
         tail = f" · {result.error}" if result.error else ""
-        say(
-            plain(f"[{len(self.results)}/{planned}] {name}, reward {reward}, {result.duration_s:.1f} s{tail}")
-        )
+        say(plain(f"[{len(self.results)}/{planned}] {name}, reward {reward}, {result.duration_s:.1f} s{tail}"))
 
     def interruptible(self, work: Any) -> asyncio.Future[Any]:
         """Start work that an interruption cancels."""
@@ -1077,9 +1071,7 @@ def report_check(tasks: list[Task], results: Iterable[Result]) -> tuple[list[str
         for sample, wanted, what in ((0, 1.0, "the solution"), (1, 0.0, "doing nothing")):
             result = found.get((task.id, sample))
             if result is not None and result.reward not in (None, wanted):
-                problems.append(
-                    f"{what} earned {result.reward}, not {wanted}: {result.error or 'wrong values'}"
-                )
+                problems.append(f"{what} earned {result.reward}, not {wanted}: {result.error or 'wrong values'}")
                 code = 1
             elif (result is None or result.reward is None) and (sample or task.solution):
                 problems.append(f"{what} was not measured: {result.error if result else 'not run'}")
@@ -1128,9 +1120,7 @@ def make_parser() -> Parser:
     add("--concurrency", type=positive(int), default=4, metavar="N", help="rollouts in flight (default 4)")
     add("--tasks", type=Path, default=Path("tasks"), metavar="DIR", help="task folder (default tasks/)")
     add("--task", **names, help="only the task of this id; repeatable")
-    add(
-        "--timeout", type=positive(float), default=900.0, metavar="SECONDS", help="of a rollout (default 900)"
-    )
+    add("--timeout", type=positive(float), default=900.0, metavar="SECONDS", help="of a rollout (default 900)")
     add("--out", type=Path, metavar="PATH", help="JSONL file (default runs/<UTC timestamp>.jsonl)")
     add("--model-base-url", metavar="URL", help="your model endpoint; {rollout_id} is filled in per rollout")
     add("--model-protocol", choices=PROTOCOLS, help="its protocol (default: what the harness speaks)")
@@ -1155,9 +1145,7 @@ def check_options(options: argparse.Namespace, embedded: bool) -> None:
     refuse_if(options.check and chosen, "--check takes only --tasks, --task, --concurrency and --timeout")
     linux, key = sys.platform == "linux", os.environ.get("OPENAI_API_KEY")
     refuse_if(embedded and not linux, "the embedded Core is for Linux; name a deployment in OPENAI_BASE_URL")
-    refuse_if(
-        not embedded and not key, "OPENAI_API_KEY must hold the key of the deployment at OPENAI_BASE_URL"
-    )
+    refuse_if(not embedded and not key, "OPENAI_API_KEY must hold the key of the deployment at OPENAI_BASE_URL")
     refuse_if("" in options.harness + options.model, "--harness and --model need names")
     shell = "shell" in options.harness and options.model
     refuse_if(shell, "--harness shell takes no --model: it runs the instruction as a script")

@@ -161,9 +161,7 @@ def test_summary_does_not_depend_on_the_order_of_completion() -> None:
     results = [result(t, r) for t in "abc" for r in (0.0, 1.0, 1.0, None)]
     results += [Result("r", "a", "claude_sdk", "m", 0, status="error")]
     summary = rl_eval.summarise(results, {1, 4})
-    assert all(
-        rl_eval.summarise(order, {4, 1}) == summary for order in (results[::-1], sorted(results, key=repr))
-    )
+    assert all(rl_eval.summarise(order, {4, 1}) == summary for order in (results[::-1], sorted(results, key=repr)))
 
 
 def test_tasks_weigh_the_same_whatever_was_scored() -> None:
@@ -309,9 +307,7 @@ def test_files_keep_their_paths(tmp_path: Path) -> None:
     assert dict(rl_eval.load_task(task).files)["link"].read_text() == "sub/deep/c"
 
 
-@pytest.mark.parametrize(
-    "target", ["../expected.json", "/etc/passwd", "nowhere", "link", ".", "../../t/solution.sh"]
-)
+@pytest.mark.parametrize("target", ["../expected.json", "/etc/passwd", "nowhere", "link", ".", "../../t/solution.sh"])
 def test_symlink_that_leaves_is_refused(tmp_path: Path, target: str) -> None:
     task = write_task(tmp_path)
     (task / "files").mkdir()
@@ -340,9 +336,7 @@ def test_fifo_is_refused(tmp_path: Path) -> None:
         rl_eval.load_task(task)
 
 
-@pytest.mark.parametrize(
-    "name", [".codex/config", ".managed-agents-x/a", "outputs", "a\\b", "a\nb", "\udcff"]
-)
+@pytest.mark.parametrize("name", [".codex/config", ".managed-agents-x/a", "outputs", "a\\b", "a\nb", "\udcff"])
 def test_paths_that_no_session_takes_are_refused(tmp_path: Path, name: str) -> None:
     task = write_task(tmp_path)
     path = task / "files" / name
@@ -421,9 +415,7 @@ def test_default_pair_names_nothing_and_shell_has_no_model() -> None:
 # --- Options ----------------------------------------------------------------------------------
 
 
-def pairs_of(
-    monkeypatch: pytest.MonkeyPatch, arguments: str, embedded: bool, key: str = "a-model-key"
-) -> list[Pair]:
+def pairs_of(monkeypatch: pytest.MonkeyPatch, arguments: str, embedded: bool, key: str = "a-model-key") -> list[Pair]:
     monkeypatch.setenv("MODEL_API_KEY", key)
     monkeypatch.setenv("OPENAI_API_KEY", "" if embedded else "a-deployment-key")
     options = rl_eval.make_parser().parse_args(arguments.split())
@@ -534,9 +526,7 @@ def stored(**members: Any) -> Json:
 
 
 def test_record_has_its_members_in_order() -> None:
-    names = (
-        "rollout_id task harness model sample session_id status reward answer duration_s usage items error"
-    )
+    names = "rollout_id task harness model sample session_id status reward answer duration_s usage items error"
     assert list(stored()) == [*names.split(), "turn_id", "group_id", "started_at"]
 
 
@@ -564,9 +554,7 @@ def test_deep_items_do_not_break_the_line() -> None:
     deep: Any = "end"
     for _ in range(5000):
         deep = [deep]
-    assert (
-        stored(items=[{"arguments": deep}])["items"][0]["x_rl_eval"]["altered"][0]["why"] == "nested too deep"
-    )
+    assert stored(items=[{"arguments": deep}])["items"][0]["x_rl_eval"]["altered"][0]["why"] == "nested too deep"
 
 
 def test_untouched_item_is_as_it_was() -> None:
@@ -582,9 +570,7 @@ def test_secrets_are_redacted_in_every_form(monkeypatch: pytest.MonkeyPatch) -> 
     rl_eval.keep_secret("none")
     coded = base64.b64encode(secret.encode()).decode()
     texts = [secret, coded, "sk-canary%2F%2Bkey%3D42", f"Bearer {secret}!"]
-    record = stored(
-        items=[{"output": text, text: [text]} for text in texts], answer={"x": secret}, error=secret
-    )
+    record = stored(items=[{"output": text, text: [text]} for text in texts], answer={"x": secret}, error=secret)
     dumped = json.dumps(record) + rl_eval.plain(" ".join(texts))
     assert not [text for text in texts[:3] if text in dumped] and "none" not in rl_eval.SECRETS
 
@@ -606,9 +592,7 @@ def test_help_imports_nothing_heavy() -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     folder = Path(rl_eval.__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "") and "--model-base-url" in done.stdout
 
 

@@ -66,9 +66,7 @@ class Script:
     usage: Json | None = field(default_factory=lambda: dict(USAGE))
     usage_reads: int = 0
     """How often usage is null before it is there."""
-    items: list[Any] = field(
-        default_factory=lambda: [{"type": "message", "role": "assistant", "content": []}]
-    )
+    items: list[Any] = field(default_factory=lambda: [{"type": "message", "role": "assistant", "content": []}])
     prefix: str = ""
     echo_network: Json | None = field(default_factory=lambda: {"access": "disabled", "allowed_domains": []})
     refuse: dict[str, list[tuple[int, Json, dict[str, str]]]] = field(default_factory=dict)

@@ -252,13 +252,9 @@ CASES = {
     "no JSON": Case(Script(answer=b"{"), reward=0.0, says="not valid JSON"),
     "no object": Case(Script(answer=b"[1]"), reward=0.0, says="not a JSON object"),
     "wrong": Case(Script(answer=b'{"x": 2}'), reward=0.0),
-    "too large": Case(
-        Script(answer=b'{"x": 1' + b" " * (1 << 20)), reward=0.0, says="larger", calls={"content": 0}
-    ),
+    "too large": Case(Script(answer=b'{"x": 1' + b" " * (1 << 20)), reward=0.0, says="larger", calls={"content": 0}),
     "said to be large": Case(Script(size_bytes=200_000_000), reward=0.0, says="larger", calls={"content": 0}),
-    "larger than said": Case(
-        Script(answer=b'{"x": 1}' + b" " * (8 << 20), size_bytes=9), reward=0.0, says="larger"
-    ),
+    "larger than said": Case(Script(answer=b'{"x": 1}' + b" " * (8 << 20), size_bytes=9), reward=0.0, says="larger"),
     "just small enough": Case(Script(answer=b'{"x": 1}' + b" " * ((1 << 20) - 8))),
     "two turns": Case(Script(earlier_turn=True)),
     "many child turns": Case(Script(children=150)),
@@ -278,9 +274,7 @@ CASES = {
     "budget": Case(Script(turn=failure("session_budget_exceeded", "budget")), "failed", 0.0, "budget"),
     "provider": Case(Script(turn=failure("rate_limit_exceeded", "provider")), "error", None, "rate_limit"),
     "crash": Case(Script(turn=failure("server_error", "infrastructure")), "error", None, "server_error"),
-    "context": Case(
-        Script(turn=failure("context_length_exceeded")), "failed", 0.0, "context", {"artifacts": 0}
-    ),
+    "context": Case(Script(turn=failure("context_length_exceeded")), "failed", 0.0, "context", {"artifacts": 0}),
     "blocked": Case(Script(turn=failure("cyber_policy")), "failed", 0.0, "cyber_policy"),
     "new code": Case(Script(turn=failure("nosuch")), "error", None, "nosuch"),
     "new class": Case(Script(turn=failure("max_output_tokens", "nosuch")), "error", None, "max_output"),
@@ -302,15 +296,9 @@ CASES = {
     "trouble content": Case(Script(refuse={"content": [FULL, DOWN, BUSY]}), calls={"content": 4}),
     "trouble items": Case(Script(refuse={"items": [FULL, DOWN, BUSY]}), calls={"items": 4}),
     "trouble delete": Case(Script(refuse={"delete": [FULL, DOWN, BUSY]}), calls={"delete": 4}),
-    "refused create": Case(
-        Script(refuse={"create": [WRONG]}), "error", None, "400", {"create": 1, "delete": 0}
-    ),
-    "refused turns": Case(
-        Script(refuse={"turns": [WRONG]}), "error", None, "request_error: wrong", {"turns": 1}
-    ),
-    "refused artifacts": Case(
-        Script(refuse={"artifacts": [WRONG]}), "error", None, "wrong", {"artifacts": 1}
-    ),
+    "refused create": Case(Script(refuse={"create": [WRONG]}), "error", None, "400", {"create": 1, "delete": 0}),
+    "refused turns": Case(Script(refuse={"turns": [WRONG]}), "error", None, "request_error: wrong", {"turns": 1}),
+    "refused artifacts": Case(Script(refuse={"artifacts": [WRONG]}), "error", None, "wrong", {"artifacts": 1}),
     "refused items": Case(Script(refuse={"items": [WRONG]}), says="could not be read"),
     "refused usage": Case(Script(refuse={"turn": [WRONG]}, usage_reads=1), says="could not be read"),
     "lost create": Case(Script(lose_create=2), calls={"create": 1}),
@@ -318,9 +306,7 @@ CASES = {
     "delete conflicts": Case(Script(delete_conflicts=3), calls={"delete": 4}),
     # G30; a timeout of 8 s holds for all
     "timeout": Case(Script(turn_seconds=FOREVER), "timeout", 0.0, "timeout of 8 s"),
-    "timeout while queued": Case(
-        Script(prepare_seconds=FOREVER, turn_seconds=FOREVER), "timeout", None, "not started"
-    ),
+    "timeout while queued": Case(Script(prepare_seconds=FOREVER, turn_seconds=FOREVER), "timeout", None, "not started"),
     "timeout while reserved": Case(
         Script(prepare_seconds=10.0, turn_seconds=FOREVER, public=True), "timeout", 0.0, "timeout of 8 s"
     ),
@@ -494,9 +480,7 @@ def test_closed_outputs_lose_no_rollout(tmp_path: Path) -> None:
         reader, writer = os.pipe()
         os.close(reader)
         words, env = command(tmp_path, "--samples 3"), environment(deployment.base_url)
-        code = subprocess.run(
-            words, env=env, stdout=writer, stderr=writer, timeout=60, check=False
-        ).returncode
+        code = subprocess.run(words, env=env, stdout=writer, stderr=writer, timeout=60, check=False).returncode
         os.close(writer)
     assert code == 0 and len(finished(tmp_path, code, "", "").lines) == 3
 
