@@ -873,7 +873,7 @@ class Sweep:
         self.results: list[Result] = []
         self.failure: str | None = None
         self.halted, self.signals = False, 0
-        self.tasks: set[asyncio.Future[Any]] = set()
+        self.tasks: list[asyncio.Future[Any]] = []
         self.cleanups: set[asyncio.Future[Any]] = set()
 
     async def run(self, plan: list[Rollout], api: Api) -> None:
@@ -905,10 +905,8 @@ class Sweep:
 
     def interruptible(self, work: Any) -> asyncio.Future[Any]:
         """Start work that an interruption cancels."""
-        task: asyncio.Future[Any] = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
+        self.tasks.append(asyncio.ensure_future(work))
+        return self.tasks[-1]
 
     async def clean_up(self, work: Any) -> Any:
         """Finish work in spite of interruptions; only a second signal ends it."""
@@ -961,14 +959,14 @@ class Embedded:
     """
 
     def __init__(self, on_exit: Callable[[str], None]) -> None:
-        self.on_exit = on_exit
+        self.on_exit, self.stopping = on_exit, False
         self.processes: list[asyncio.subprocess.Process] = []
         self.watchers: list[asyncio.Future[None]] = []
 
     async def start(self, name: str, first_line: str = "") -> list[str]:
         """Start a service; return the base URL and the key that it prints once it listens."""
-        environment = {k: v for k, v in os.environ.items() if k not in ("MODEL_API_KEY", "OPENAI_API_KEY")}
         command, pipe = (sys.executable, "-m", name, "serve", "--exit-with-stdin"), asyncio.subprocess.PIPE
+        environment = {k: v for k, v in os.environ.items() if k not in ("MODEL_API_KEY", "OPENAI_API_KEY")}
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, start_new_session=True, cwd=HERE, env=environment
         )
@@ -977,22 +975,21 @@ class Embedded:
         with contextlib.suppress(ConnectionError):
             process.stdin.write(first_line.encode())
             await process.stdin.drain()
-        values: list[str] = []
-        while len(values) < 2:
-            if not (line := (await process.stdout.readline()).decode()):
-                code = await process.wait()
-                raise Refused(f"the embedded {name} did not start", code if code > 0 else 3)
-            values.append(line.partition("=")[2].strip().strip("'"))
+        lines = [await process.stdout.readline(), await process.stdout.readline()]
+        if not all(lines):
+            code = await process.wait()
+            raise Refused(f"the embedded {name} did not start", code if code > 0 else 3)
         self.watchers.append(asyncio.ensure_future(self.watch(name, process)))
-        return values
+        return [line.decode().partition("=")[2].strip().strip("'") for line in lines]
 
     async def watch(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.on_exit(f"the embedded {name} ended with code {await process.wait()}")
+        code = await process.wait()
+        if not self.stopping:
+            self.on_exit(f"the embedded {name} ended with code {code}")
 
     async def stop(self) -> None:
         """Close the pipes, and kill what has not ended in time."""
-        for watcher in self.watchers:
-            watcher.cancel()
+        self.stopping = True
         for process in self.processes:
             assert process.stdin
             process.stdin.close()
@@ -1088,10 +1085,9 @@ def report_check(tasks: list[Task], results: Iterable[Result]) -> tuple[list[str
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line. It names the options and repeats no unknown argument: that may be a key."""
-        if message.startswith("unrecognized arguments"):
-            options = ", ".join(name for name in self._option_string_actions if name.startswith("--"))
-            message = f"unknown option or argument; the options are {options}"
-        raise Refused(message)
+        options = ", ".join(name for name in self._option_string_actions if name.startswith("--"))
+        unknown = message.startswith("unrecognized arguments")
+        raise Refused(f"unknown option or argument; the options are {options}" if unknown else message)
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -1107,9 +1103,9 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 def make_parser() -> Parser:
     about = "Run agent CLIs on tasks in sandboxes without network, grade their answers, report pass@k."
     more = (
-        "OPENAI_BASE_URL and OPENAI_API_KEY select a deployment of the Agents API; without them an embedded "
-        "one is started. MODEL_API_KEY is the key for --model-base-url. Exit codes: 0 done, whatever the "
-        "rewards; 1 --check failed; 2 usage; 3 something was not measured; 130 interrupted."
+        "OPENAI_BASE_URL and OPENAI_API_KEY select a deployment of the Agents API; without them an embedded one is "
+        "started. MODEL_API_KEY is the key for --model-base-url. Exit codes: 0 done, whatever the rewards; 1 --check "
+        "failed; 2 usage; 3 something was not measured; 130 interrupted."
     )
     parser = Parser(prog="rl_eval.py", description=about, epilog=more, allow_abbrev=False)
     add: Any = parser.add_argument
@@ -1128,46 +1124,35 @@ def make_parser() -> Parser:
     return parser
 
 
-def check_options(options: argparse.Namespace, embedded: bool) -> None:
+def check_options(o: argparse.Namespace, embedded: bool) -> None:
     """Refuse what this machine, environment or combination of options cannot do."""
-
-    def refuse_if(applies: object, message: str) -> None:
+    url, key, model_key = o.model_base_url, os.environ.get("OPENAI_API_KEY"), os.environ.get("MODEL_API_KEY")
+    missing = ", ".join(name for name in ("openai", "tenacity", "tabulate") if not importlib.util.find_spec(name))
+    problems = [
+        (missing, f"missing packages ({missing}): pip install -r requirements.txt"),
+        (o.check and not embedded, "--check needs the embedded Core: unset OPENAI_BASE_URL"),
+        (embedded and sys.platform != "linux", "the embedded Core is for Linux; name a deployment in OPENAI_BASE_URL"),
+        (not embedded and not key, "OPENAI_API_KEY must hold the key of the deployment at OPENAI_BASE_URL"),
+        (o.check and (o.harness or o.model or url or o.out), "--check runs the tasks alone: see --help"),
+        ("" in o.harness + o.model, "--harness and --model need names"),
+        ("shell" in o.harness and o.model, "--harness shell takes no --model: it runs the instruction as a script"),
+        (o.model_protocol and url is None, "--model-protocol needs --model-base-url"),
+        (url is not None and not is_base_url(url), "--model-base-url must be an http or https URL without user, query "
+         "or fragment; it may hold {rollout_id}, and its key goes into MODEL_API_KEY"),
+        (url is not None and not o.model, "--model-base-url needs --model: the name that the endpoint knows"),
+        (url is not None and not model_key, "--model-base-url needs the endpoint's key in MODEL_API_KEY"),
+    ]  # fmt: skip
+    for applies, message in problems:
         if applies:
             raise Refused(message)
 
-    url, missing = (
-        options.model_base_url,
-        [n for n in ("openai", "tenacity") if not importlib.util.find_spec(n)],
-    )
-    chosen = options.harness or options.model or url or options.out
-    refuse_if(missing, f"missing packages ({', '.join(missing)}): pip install -r requirements.txt")
-    refuse_if(options.check and not embedded, "--check needs the embedded Core: unset OPENAI_BASE_URL")
-    refuse_if(options.check and chosen, "--check takes only --tasks, --task, --concurrency and --timeout")
-    linux, key = sys.platform == "linux", os.environ.get("OPENAI_API_KEY")
-    refuse_if(embedded and not linux, "the embedded Core is for Linux; name a deployment in OPENAI_BASE_URL")
-    refuse_if(not embedded and not key, "OPENAI_API_KEY must hold the key of the deployment at OPENAI_BASE_URL")
-    refuse_if("" in options.harness + options.model, "--harness and --model need names")
-    shell = "shell" in options.harness and options.model
-    refuse_if(shell, "--harness shell takes no --model: it runs the instruction as a script")
-    refuse_if(options.model_protocol and url is None, "--model-protocol needs --model-base-url")
-    if url is not None:
-        check_base_url(url)
-        refuse_if(not options.model, "--model-base-url needs --model: the name that the endpoint knows")
-        key = os.environ.get("MODEL_API_KEY")
-        refuse_if(not key, "--model-base-url needs the endpoint's key in MODEL_API_KEY")
 
-
-def check_base_url(url: str) -> None:
-    """Refuse a base URL that no session takes, without repeating it: it may hold a secret."""
-    try:
-        parts = urlsplit(url)
-        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        sound = False
-    if not sound or not url.isprintable() or set(url.replace("{rollout_id}", "")) & set(" {}\\"):
-        raise Refused("--model-base-url must be an http or https URL; it may hold {rollout_id}")
-    if set(url) & set("@?#"):
-        raise Refused("--model-base-url must hold no user, query or fragment; MODEL_API_KEY takes the key")
+def is_base_url(url: str) -> bool:
+    """Whether a session takes this URL for its model endpoint."""
+    with contextlib.suppress(ValueError):
+        parts, odd = urlsplit(url), set(url.replace("{rollout_id}", "")) & set(" {}\\@?#")
+        return bool(parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not odd)
+    return False
 
 
 def choose_pairs(options: argparse.Namespace, embedded: bool) -> list[Pair]:
@@ -1186,31 +1171,26 @@ def choose_pairs(options: argparse.Namespace, embedded: bool) -> list[Pair]:
             raise Refused(f"model {name!r} needs {needs}; without, there are: {', '.join(SCRIPTED)}")
     pairs = []
     for harness in harnesses:
-        protocol = choose_protocol(harness, options.model_protocol) if own_endpoint or embedded else None
-        pairs += [Pair(harness, model, protocol) for model in ([None] if harness == "shell" else models)]
+        known, named = PROTOCOL_OF.get(harness or ""), options.model_protocol
+        if known and named and known != named:
+            raise Refused(f"harness {harness} speaks {known}, not {named}")
+        if own_endpoint and not known and not named and harness != "shell":
+            raise Refused(f"harness {harness or 'default'}: --model-protocol must name what it speaks")
+        protocol = named or known if own_endpoint or embedded else None
+        pairs += [Pair("shell", None)] if harness == "shell" else [Pair(harness, model, protocol) for model in models]
     return pairs
-
-
-def choose_protocol(harness: str | None, named: str | None) -> str | None:
-    """What a harness speaks to the endpoint that its sessions are given; None for `shell`."""
-    known = PROTOCOL_OF.get(harness or "")
-    if known and named and known != named:
-        raise Refused(f"harness {harness} speaks {known}, not {named}")
-    if not known and not named and harness != "shell":
-        raise Refused(f"harness {harness or 'default'}: --model-protocol must name what it speaks")
-    return None if harness == "shell" else named or known
 
 
 def open_journal(path: Path | None, run_id: str) -> Journal:
     """Create the output file. Raises Refused."""
-    if path is None:
-        path = Path("runs", run_id.split("-")[0] + ".jsonl")
-        path = Path("runs", run_id + ".jsonl") if path.exists() else path  # of a run of the same second
+    default, second = Path("runs", run_id.split("-")[0] + ".jsonl"), Path("runs", run_id + ".jsonl")
     try:
-        Path("runs").mkdir(exist_ok=True) if path.parent == Path("runs") else None
+        if path is None:
+            default.parent.mkdir(exist_ok=True)
+            path = second if default.exists() else default  # another run began in the same second
         return Journal(path)
     except OSError as error:
-        raise Refused(f"cannot create {path}: {error.strerror}") from None
+        raise Refused(f"cannot create {path or default}: {error.strerror}") from None
 
 
 def start(arguments: list[str] | None) -> int:
@@ -1229,18 +1209,16 @@ def start(arguments: list[str] | None) -> int:
         lines, code = report_check(tasks, sweep.results)
         say("\n".join(lines), sys.stdout)
         return 130 if sweep.signals else code
-    oracle = options.model_base_url is None and any(pair.model == "oracle" for pair in pairs)
-    if unsolved := [task.id for task in tasks if oracle and task.solution is None]:
-        raise Refused(f"task {unsolved[0]!r} has no solution.sh for the scripted policy oracle to run")
     if options.model_base_url is not None:
         sweep.endpoint = options.model_base_url, os.environ["MODEL_API_KEY"]
-    plan, journal = make_plan(run_id, tasks, pairs, options.samples), open_journal(options.out, run_id)
-    sweep.journal = journal
-    say(plain(f"rl_eval: run {run_id}, {len(plan)} rollouts, to {journal.path}"))
+    elif unsolved := [t.id for t in tasks if t.solution is None and any(pair.model == "oracle" for pair in pairs)]:
+        raise Refused(f"task {unsolved[0]!r} has no solution.sh for the scripted policy oracle to run")
+    plan, sweep.journal = make_plan(run_id, tasks, pairs, options.samples), open_journal(options.out, run_id)
+    say(plain(f"rl_eval: run {run_id}, {len(plan)} rollouts, to {sweep.journal.path}"))
     try:
         asyncio.run(run(plan, sweep, embedded))
     finally:
-        journal.close()
+        sweep.journal.close()
     say(markdown(summarise(sweep.results, (1, options.samples))), sys.stdout)
     return sweep.exit_code()
 

@@ -7,9 +7,12 @@ T19 name the rows of the acceptance trials.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,10 +175,6 @@ def test_what_is_sent(tmp_path: Path) -> None:
     assert [file["path"] for file in body["environment"]["files"]] == ["/workspace/sub/data.bin"]
     assert file_of(body, "/workspace/sub/data.bin") == b"\x00\xfft"
     assert done.row[:2] == ["default", "default"]
-
-
-def test_requests_per_rollout(tmp_path: Path) -> None:
-    _, deployment = run(tmp_path, Script())
     calls = {"create": 1, "turns": 1, "artifacts": 1, "content": 1, "items": 1, "delete": 1}
     assert deployment.calls == calls
 
@@ -205,7 +204,7 @@ def test_nothing_secret_leaves(tmp_path: Path) -> None:
     assert all(bundle["api_key"] == MODEL_KEY for bundle in bundles)
 
 
-@pytest.mark.parametrize(("concurrency", "samples"), [(1, 3), (4, 12), (16, 20)])
+@pytest.mark.parametrize(("concurrency", "samples"), [(1, 3), (16, 40)])
 def test_number_in_flight(tmp_path: Path, concurrency: int, samples: int) -> None:
     """R18."""
     script = Script(turn_seconds=0.1, answer=by_sample)
@@ -529,6 +528,148 @@ def test_task_without_solution_runs_with_a_model_but_not_with_oracle(tmp_path: P
     assert "solution.sh" in usage_error(tmp_path, "")
     done, _ = run(tmp_path, Script(), "--model m")
     assert done.line["reward"] == 1.0
+
+
+# --- The embedded deployment: processes that stand in for core and gateway -----------------------
+
+STAND_IN = """
+import json, os, sys
+from pathlib import Path
+sys.path.insert(0, os.environ["TESTS"])
+from scripted_deployment import KEY, Script, serving
+name, log = Path(__file__).parent.name, Path(os.environ["LOG"])
+first = sys.stdin.readline() if name == "gateway" else ""
+seen = {"argv": sys.argv[1:], "env": dict(os.environ), "first": first, "pid": os.getpid()}
+(log / f"{name}.seen").write_text(json.dumps(seen))
+if os.environ.get("REFUSE") == name:
+    print("this host forbids sandboxes", file=sys.stderr)
+    sys.exit(2)
+answer = lambda session: None if session.body["input"] == "true" else b'{"x": 1}'
+with serving(Script(answer=answer, turn_seconds=float(os.environ.get("TURN", 0)))) as deployment:
+    url, kind = deployment.base_url, "OPENAI"
+    if name == "gateway":
+        url, kind = "http://127.0.0.1:9/rollouts/{rollout_id}/v1", "MODEL"
+    print(f"export {kind}_BASE_URL='{url}'\\nexport {kind}_API_KEY='{KEY}'", flush=True)
+    if os.environ.get("DIE") == name:
+        os._exit(7)
+    sys.stdin.read()
+    (log / f"{name}-requests.seen").write_text(json.dumps([body for _, body in deployment.requests]))
+"""
+
+
+@dataclass
+class House:
+    """A copy of the script beside stand-ins, which write what they see to files."""
+
+    folder: Path
+
+    def start(self, arguments: str, **env: str) -> subprocess.Popen[str]:
+        words = [sys.executable, str(self.folder / "rl_eval.py"), "--tasks", str(self.folder / "tasks")]
+        variables = environment(TESTS=str(Path(__file__).parent), LOG=str(self.folder), **env)
+        return subprocess.Popen(
+            [*words, *arguments.split()],
+            env=variables,
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, arguments: str, **env: str) -> Run:
+        process = self.start(arguments, **env)
+        out, err = process.communicate(timeout=60)
+        return finished(self.folder, process.returncode, out, err)
+
+    def seen(self, name: str) -> Any:
+        return json.loads((self.folder / f"{name}.seen").read_text())
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    write_tasks(tmp_path)
+    shutil.copy(SCRIPT, tmp_path)
+    for name in ("core", "gateway"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__main__.py").write_text(STAND_IN)
+    return House(tmp_path)
+
+
+def test_embedded_run_is_codex_with_oracle(house: House) -> None:
+    done = house.run("--out out.jsonl --samples 2", MODEL_API_KEY=MODEL_KEY)
+    assert done.code == 0 and done.row[:5] == ["codex", "oracle", "2", "2", "1.000"]
+    assert "started the embedded Core" in done.err and KEY not in done.err
+    core, gateway, requests = house.seen("core"), house.seen("gateway"), house.seen("core-requests")
+    assert core["argv"] == gateway["argv"] == ["serve", "--exit-with-stdin"]
+    assert not [v for seen in (core, gateway) for v in seen["env"].values() if MODEL_KEY in v]
+    first = json.loads(gateway["first"])
+    assert first["scripts"] == {"t": "true # canary-of-the-solution"}
+    assert first["rollouts"] == {line["rollout_id"]: "t" for line in done.lines}
+    assert requests[0]["agent"] == {"model": "oracle", "x_agents_core": {"harness": "codex"}}
+    bundle = requests[0]["x_agents_core"]["model_provider"]
+    assert (bundle["protocol"], bundle["api_key"]) == ("responses", KEY)
+    assert bundle["base_url"].split("/")[4] in first["rollouts"]
+
+
+def test_check(house: House) -> None:
+    """R19."""
+    done = house.run("--check")
+    assert (done.code, done.out.splitlines()) == (0, ["t: ok", "1 of 1 tasks are sound"])
+    assert not (house.folder / "runs").exists()
+    write_tasks(house.folder, ["u", "v"], expected='{"x": 2}')
+    (house.folder / "tasks" / "v" / "solution.sh").unlink()
+    done = house.run("--check")
+    assert done.code == 1 and "t: ok" in done.out and "u: the solution earned 0.0" in done.out
+    assert "v: no solution.sh" in done.out and "1 of 3 tasks are sound" in done.out
+
+
+def test_check_that_cannot_measure(house: House) -> None:
+    done = house.run("--check --timeout 0.5", TURN="600", DIE="core")
+    assert done.code == 3 and "not measured" in done.out
+
+
+@pytest.mark.parametrize("name", ["core", "gateway"])
+def test_service_that_refuses_to_start(house: House, name: str) -> None:
+    done = house.run("--out out.jsonl", REFUSE=name)
+    assert done.code == 2 and "this host forbids sandboxes" in done.err and done.out == ""
+    assert not (house.folder / "out.jsonl").exists()
+
+
+def test_core_that_dies_is_an_error_at_once(house: House) -> None:
+    done = house.run("--out out.jsonl --samples 9", DIE="core")
+    assert done.code == 3 and "ended with code 7" in done.err
+    assert all((line["status"], line["reward"]) == ("error", None) for line in done.lines)
+
+
+def test_kill_takes_the_services_along(house: House) -> None:
+    process = house.start("--out out.jsonl", TURN="600")
+    assert process.stderr is not None
+    while "started the embedded Core" not in process.stderr.readline():
+        pass
+    pids = [house.seen(name)["pid"] for name in ("core", "gateway")]
+    process.kill()
+    process.communicate()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            wait_gone(pid)
+
+
+def wait_gone(pid: int) -> None:
+    """Block until a process that is not ours has ended."""
+    descriptor = os.pidfd_open(pid)
+    assert select.select([descriptor], [], [], 15)[0], f"{pid} still runs"
+    os.close(descriptor)
+
+
+def test_interrupt_stops_the_services(house: House) -> None:
+    process = house.start("--out out.jsonl", TURN="600")
+    assert process.stderr is not None
+    while "started the embedded Core" not in process.stderr.readline():
+        pass
+    pids = [house.seen(name)["pid"] for name in ("core", "gateway")]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 # --- The cases -------------------------------------------------------------------------------
