@@ -3,7 +3,8 @@
 Core accepts the connections of the sandbox's own loopback from outside (`sandbox/launcher.py` opened the listener), so
 nothing of ours runs inside. A request passes when it is a POST to a model path of the session's protocol, in origin
 form, for the door's own host, with the session's placeholder key. The real key is put on here; redirects are not
-followed; bodies and streams pass through byte for byte. Anything else is refused unsent.
+followed; bodies and streams pass through byte for byte, but for the key if the endpoint repeats it. Anything else is
+refused unsent. Connections and the bytes held for them are bounded: the agent has all the time and wit to open more.
 
 Every call is recorded: status, tokens as the provider reported them, and what went wrong. `cause` turns the last
 failure into the error of a turn.
@@ -29,6 +30,9 @@ from core.sandbox.launcher import DOOR_HOST, DOOR_PORT
 from core.wire import Bundle
 
 BODY_BYTES = 32 << 20
+DOOR_BYTES = 2 * BODY_BYTES  # of request bodies held at a time, over all connections of a door
+MAX_CONNECTIONS = 64  # per door
+MASKED_KEY_BYTES = 12  # a shorter key is a placeholder ("EMPTY"), and such a word may stand in any answer
 KEPT_BYTES = 4 << 20  # of an answer, to find its usage and its error
 IDLE_SECONDS = 600.0
 CONNECT_SECONDS = 10.0
@@ -59,7 +63,6 @@ STOPPED_AT_LIMIT = {
     "max_tokens": "max_output_tokens",
     "model_context_window_exceeded": "context_length_exceeded",
 }
-MASKED_KEY_BYTES = 8  # shorter keys are words like "none" or "test", and no secrets
 PASSED_ANSWER_HEADERS = frozenset(
     {"content-type", "retry-after", "retry-after-ms", "x-should-retry", "request-id", "x-request-id"}
 )
@@ -208,6 +211,7 @@ class Door:
     client: httpx.AsyncClient
     key: str = field(default_factory=lambda: f"sandbox-{secrets.token_hex(16)}")
     calls: list[Call] = field(default_factory=list)
+    held: int = 0  # bytes of request bodies in memory
 
     def begin_turn(self) -> None:
         self.calls = []
@@ -225,6 +229,9 @@ class Door:
         tasks: set[asyncio.Task[None]] = set()
 
         def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if len(tasks) >= MAX_CONNECTIONS:
+                writer.transport.abort()
+                return
             task = asyncio.create_task(Connection(self, reader, writer).serve())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -334,17 +341,22 @@ class Connection:
         refused = self.door.refusal(request)
         if self.http.they_are_waiting_for_100_continue and not refused:
             await self.send(h11.InformationalResponse(status_code=100, headers=[]))
-        body = bytearray()
-        while isinstance(event := await self.event(), h11.Data):
-            body += event.data
-            if len(body) > BODY_BYTES:
-                refused, body = (413, f"A request is at most {BODY_BYTES} bytes."), bytearray()
+        body, size = bytearray(), 0
+        try:
+            while isinstance(event := await self.event(), h11.Data):
+                size += len(event.data)
+                if not refused:
+                    body += event.data
+                    self.door.held += len(event.data)
+                if size > BODY_BYTES or self.door.held > DOOR_BYTES:
+                    await self.answer_error(413, f"A request is at most {BODY_BYTES} bytes.")
+                    return False
+            if refused:
                 await self.answer_error(*refused)
-                return False
-        if refused:
-            await self.answer_error(*refused)
-        else:
-            await self.forward(request, bytes(body))
+            else:
+                await self.forward(request, bytes(body))
+        finally:
+            self.door.held -= len(body)
         return self.http.our_state is h11.DONE and self.http.their_state is h11.DONE
 
     async def send(self, event: Any) -> None:
@@ -403,13 +415,16 @@ class Connection:
         fields = [(name, self.door.mask(value)) for name, value in passed]
         await self.send(h11.Response(status_code=status, headers=[*fields, ("transfer-encoding", "chunked")]))
         # An endpoint that refuses may repeat the key it was sent: nothing of the answer may carry it in.
-        async for chunk in answer.aiter_raw():
-            observer.feed(chunk)
-            await self.send(h11.Data(data=mask.feed(chunk)))
+        async for chunk in answer.aiter_bytes():
+            await self.pass_on(mask.feed(chunk), observer)
+        await self.pass_on(mask.held, observer)
         observer.end()
-        call.error_message = self.door.mask(call.error_message or "")
-        await self.send(h11.Data(data=mask.held))
         await self.send(h11.EndOfMessage())
+
+    async def pass_on(self, chunk: bytes, observer: Observer) -> None:
+        if chunk:
+            observer.feed(chunk)
+            await self.send(h11.Data(data=chunk))
 
 
 def new_client() -> httpx.AsyncClient:

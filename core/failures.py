@@ -139,6 +139,9 @@ def exit_failure(calls: list[Call], code: int, stderr: str, *, memory_exceeded: 
 
 
 RESTARTED = Failure("server_error", "interrupted by restart", "infrastructure", "server_restarted")
+SANDBOX_LOST = Failure(
+    "sandbox_error", "The sandbox was lost: the launcher of sandboxes died.", "environment", "sandbox_lost"
+)
 KEY_LOST = Failure(
     "authentication_error",
     "The session's model key was lost when the server restarted; create a new session.",

@@ -38,7 +38,7 @@ from core.wire import (
 KEEPALIVE_SECONDS = 15.0
 EVENTS_PER_READ = 256
 KEY_HEADER_BYTES = 128
-CHUNK_BYTES = 1 << 20
+SMALL_BYTES = CHUNK_BYTES = 1 << 20
 PREFIX = "agent.session."
 log = logging.getLogger("core")
 
@@ -212,7 +212,10 @@ class Api:
         # Opened here, so that a deletion meanwhile does not cut the answer.
         file = self.sessions.runner.blobs(ids[0]).path(found[1]).open("rb")
         headers = {"Content-Disposition": "attachment", "Content-Length": str(found[0]["size_bytes"])}
-        return StreamingResponse(chunks(file), media_type="application/octet-stream", headers=headers)
+        if found[0]["size_bytes"] > SMALL_BYTES:
+            return StreamingResponse(chunks(file), media_type="application/octet-stream", headers=headers)
+        with file:  # streaming would take a thread, which costs more than reading a small file
+            return Response(file.read(), media_type="application/octet-stream", headers=headers)
 
     async def retrieve_environment(self, request: Request, ids: list[str]) -> Response:
         stored = self.sessions.store.session_of_environment(ids[0])

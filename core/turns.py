@@ -24,7 +24,7 @@ from core.failures import Failure
 from core.harnesses import Effect, Ended, Harness, OutputReader, Thread, TurnRequest
 from core.recorder import Recorder
 from core.sandbox import CONTAINER_SIZES, OUTPUTS, Backend, Command, Limits, Room, Sandbox, SandboxFailed
-from core.sandbox.rooms import install
+from core.sandbox.rooms import install, open_up
 from core.store import Store, new_id
 from core.wire import Agent, Environment
 
@@ -68,6 +68,7 @@ class Outcome:
     stderr: str
     cancelled: bool
     memory_exceeded: bool
+    lost: bool
 
 
 class TurnRunner:
@@ -195,6 +196,7 @@ class TurnRunner:
     async def drive(self, live: Live, turn_id: str, recorder: Recorder) -> Outcome:
         """Runs the harness to its terminal event, its exit, or a cancel; returns when its sandbox is gone."""
         launch = live.harness.launch(self.request(live, turn_id))
+        open_up(live.room)
         for name, data in launch.home_files.items():
             install(live.room.home, name, data, live.room.uid)
         started = time.monotonic()
@@ -209,10 +211,11 @@ class TurnRunner:
             sandbox.kill()
             code = await sandbox.wait()
         await reading
-        if not live.cancelled.is_set():
+        if not live.cancelled.is_set() and not sandbox.lost:
             output.exited(code, time.monotonic() - started)
         said = (await stderr).decode(errors="replace")
-        return Outcome(output.ended, code, said, live.cancelled.is_set(), sandbox.memory_exceeded())
+        cancelled = live.cancelled.is_set()
+        return Outcome(output.ended, code, said, cancelled, sandbox.memory_exceeded(), sandbox.lost)
 
     def opened(self, live: Live, sandbox: Sandbox) -> contextlib.AbstractAsyncContextManager[None]:
         assert sandbox.door is not None
@@ -255,6 +258,8 @@ class TurnRunner:
             await self.complete(live, turn_id, recorder)
         elif outcome.cancelled:
             self.cancel(live, turn_id, recorder)
+        elif outcome.lost:
+            self.fail(live, turn_id, failures.SANDBOX_LOST, recorder)
         elif outcome.ended is not None:
             self.fail(live, turn_id, failures.turn_failure(calls, outcome.ended.error or ""), recorder)
         else:
@@ -266,6 +271,7 @@ class TurnRunner:
     async def complete(self, live: Live, turn_id: str, recorder: Recorder) -> None:
         blobs = self.blobs(live.session_id)
         try:
+            open_up(live.room)
             found = await asyncio.to_thread(capture, live.room.workspace, OUTPUTS, blobs)
             now = int(time.time())
             with self.store.transaction():

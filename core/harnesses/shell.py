@@ -22,7 +22,7 @@ from core.harnesses import (
 )
 from core.sandbox import HOME, WORKSPACE, Command, Mount
 
-SCRIPT = ".shell/script.sh"
+SCRIPT = ".script.sh"
 
 
 class Shell(Harness):

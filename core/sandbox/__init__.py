@@ -72,11 +72,12 @@ class Room:
 
 
 class Sandbox(Protocol):
-    """A running payload. `wait` returns when every process of the sandbox is gone."""
+    """A running payload. `wait` returns when every process of the sandbox is gone; `lost`: the host took it down."""
 
     stdout: asyncio.StreamReader
     stderr: asyncio.StreamReader | None
     door: socket.socket | None
+    lost: bool
 
     async def wait(self) -> int: ...
 

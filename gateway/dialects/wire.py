@@ -1,0 +1,83 @@
+"""What the dialects share: strict reading of JSON bodies, writing of JSON and of server-sent events.
+
+Members a dialect does not know are accepted and not used; a member it does know has the right type
+or the request is refused, and the message says where.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from gateway import strict
+from gateway.call import Refused
+
+T = TypeVar("T")
+
+_REQUIRED: Any = object()
+
+_JSON_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`; 400 when it is anything else."""
+    try:
+        value = strict.loads(body)
+    except ValueError as error:
+        raise Refused(400, f"the body is not valid JSON: {error}", "invalid_json") from None
+    if not isinstance(value, dict):
+        raise Refused(400, "the body must be a JSON object", "invalid_json")
+    return value
+
+
+def member(of: Mapping[str, Any], name: str, kind: type[T] | tuple[type[T], ...], default: Any = _REQUIRED) -> Any:
+    """`of[name]`, checked to be of `kind`; null and absence give `default`, or 400 when there is none."""
+    value = of.get(name)
+    if value is None:
+        if default is _REQUIRED:
+            raise Refused(400, f"{name!r} is missing", "missing_member")
+        return default
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds):
+        wanted = " or ".join(_JSON_NAMES[k] for k in kinds)
+        raise Refused(400, f"{name!r} must be {wanted}", "wrong_type")
+    return value
+
+
+def objects(of: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> list[dict[str, Any]]:
+    """`of[name]`, checked to be an array of objects."""
+    values: list[dict[str, Any]] = member(of, name, list, default)
+    if not all(isinstance(value, dict) for value in values):
+        raise Refused(400, f"{name!r} must be an array of objects", "wrong_type")
+    return values
+
+
+def text_of(content: str | list[Any] | None) -> str:
+    """The text of a content member: a string, or the text parts of a list."""
+    if isinstance(content, str):
+        return content
+    parts = [part.get("text") for part in content or () if isinstance(part, dict)]
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def dump(value: Any) -> str:
+    """Compact JSON in ASCII, so that lone surrogates survive the way back."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def event(name: str, data: Mapping[str, Any]) -> str:
+    """One server-sent event; its data repeats its name as `type`, as both event dialects do."""
+    return f"event: {name}\ndata: {dump({'type': name, **data})}\n\n"
+
+
+def openai_error(refused: Refused) -> dict[str, Any]:
+    """The error envelope of both OpenAI dialects."""
+    return {
+        "error": {
+            "message": refused.message,
+            "type": "invalid_request_error",
+            "param": None,
+            "code": refused.code,
+        }
+    }
