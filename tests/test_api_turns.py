@@ -276,12 +276,13 @@ def test_a_message_sent_during_a_preparation_that_fails_fails_too(core: Core, fi
     assert (turn.status, turn.error.code) == ("failed", "sandbox_error")
 
 
-def test_delete_during_a_preparation_ends_it(core: Core) -> None:
+@pytest.mark.parametrize("given", [None, "true"] * 5)
+def test_delete_during_a_preparation_ends_it(core: Core, given: str | None) -> None:
+    """Also when its sandbox is just being started."""
     mark = f"mark-{uuid.uuid4()}"
-    for given in (None, "true"):
-        session = core.shell(given, environment={"setup_commands": [{"command": f"exec -a {mark} sleep 300"}]})
-        until(lambda: seen_in_processes(mark))
-        assert core.sessions.delete(session.id).deleted and not seen_in_processes(mark)
+    session = core.shell(given, environment={"setup_commands": [{"command": f"exec -a {mark} sleep 300"}]})
+    until(lambda: seen_in_processes(mark), every=0)
+    assert core.sessions.delete(session.id).deleted and not seen_in_processes(mark)
 
 
 # ── later turns ───────────────────────────────────────────────────────────────────────────────────
