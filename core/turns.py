@@ -26,6 +26,7 @@ from core.recorder import Recorder
 from core.sandbox import CONTAINER_SIZES, OUTPUTS, Backend, Command, Limits, Room, Sandbox, SandboxFailed
 from core.sandbox.rooms import install, open_up
 from core.store import Store, new_id
+from core.waiting import within
 from core.wire import Agent, Environment
 
 CHUNK_BYTES = 1 << 16
@@ -110,7 +111,7 @@ class TurnRunner:
         self.move_environment(live, turn_id, "pending")
         failure = None
         try:
-            failure = await asyncio.wait_for(self.setup(live), PREPARATION_SECONDS)
+            failure = await within(PREPARATION_SECONDS, self.setup(live))
         except asyncio.TimeoutError:
             failure = failures.sandbox_failure("initialization did not complete", "preparation_timeout")
         except (SandboxFailed, OSError) as error:
@@ -137,7 +138,7 @@ class TurnRunner:
         )
         draining = asyncio.create_task(drain(sandbox.stdout))
         try:
-            return await asyncio.wait_for(sandbox.wait(), STEP_SECONDS)
+            return await within(STEP_SECONDS, sandbox.wait())
         finally:
             sandbox.kill()
             close_door(sandbox)

@@ -40,6 +40,7 @@ from core.sandbox import (
 from core.sandbox.launcher import FILTER_FD, MESSAGE_BYTES, STAGE
 from core.sandbox.limits import Cgroups, watch_memory
 from core.sandbox.rooms import make_room, remove_tree
+from core.waiting import within
 
 AGENT_UID = 1000
 UID_RANGES = ((1_900_000_000, 100_000), (60_000, 5_000))  # first host uid, how many; the first that is mapped
@@ -250,12 +251,17 @@ class BubblewrapBackend:
         self.running[name] = sandbox
         try:
             await self.launch(sandbox, command, room, limits)
-            await asyncio.wait_for(asyncio.shield(sandbox.started), START_SECONDS)
+        except BaseException:
+            sandbox.finish(-1)  # the launcher knows nothing of it
+            raise
+        try:
+            await within(START_SECONDS, asyncio.shield(sandbox.started))
         except asyncio.TimeoutError:
             sandbox.kill()
             raise SandboxFailed(f"the sandbox did not start within {START_SECONDS:g} s") from None
         except BaseException:
             sandbox.kill()
+            await asyncio.wait({sandbox.ended}, timeout=START_SECONDS)
             raise
         return sandbox
 
