@@ -33,9 +33,10 @@ def call(number, *arguments):
 '''
 
 
-def script_of(source: str, given: Any = None) -> str:
-    """A bash script that runs a probe, which finds `given` in a variable of that name."""
-    return f"python3 - <<'PROBE_ENDS'\n{HELPERS}\ngiven = json.loads({json.dumps(given)!r})\n{source}\nPROBE_ENDS\n"
+def script_of(source: str, given: Any = None, mark: str = "") -> str:
+    """A bash script that runs a probe, which finds `given` under that name; `mark` stands in its command line."""
+    program = f"{HELPERS}\ngiven = json.loads({json.dumps(given)!r})\n{source}"
+    return f"python3 - {mark} <<'PROBE_ENDS'\n{program}\nPROBE_ENDS\n"
 
 
 def inside(core: Core, source: str, given: Any = None, **options: Any) -> Any:

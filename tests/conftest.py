@@ -171,7 +171,8 @@ def core_of(user: str, *arguments: str, env: dict[str, str] | None = None, **opt
         (Path(directory) / "tmp").mkdir()
         own_packages(Path(directory))
         if user == "unprivileged" and os.getuid() == 0:
-            options["python"] = UNPRIVILEGED
+            # With the soft limit of open files that most systems have: the server raises it.
+            options["python"] = ("prlimit", "--nofile=1024:", *UNPRIVILEGED)
             subprocess.run(["chown", "-R", str(USER), directory], check=True)
         path = os.pathsep.join((f"{directory}/packages", str(ROOT)))
         env = {"TMPDIR": f"{directory}/tmp", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}

@@ -12,14 +12,16 @@ import platform
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
-from attack import end, hear, inside, outside, script_of
+from attack import end, hear, inside, members, namespaces_of, outside, script_of
 from conftest import ROOT, Core, until
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can show that the attack works without protection")
@@ -393,3 +395,246 @@ def test_the_kernel_refuses_what_leads_out(box: Core) -> None:
         harmless = ["mount namespace", "mount", "host name", "add_key", "keyctl", "priority"]
         found = outside(KERNEL, harmless, "unshare", "--mount", "--uts", "--ipc", "--net")
         assert [found[what] for what in harmless] == ["ok"] * len(harmless)
+
+
+# ── what the server touches after the agent ───────────────────────────────────────────────────────
+
+
+def again(core: Core, session_id: str, script: str, number: int) -> Any:
+    """The session's next turn."""
+    message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": script}]}
+    event = {"type": "agent.session.input.message", "input": [message]}
+    core.sessions.events.create(session_id, events=[event])
+    return core.turn(session_id, number)
+
+
+def tree(*places: Path) -> dict[str, Any]:
+    """All that could be changed of these host paths: kind, mode, owner, size, content."""
+    found = {}
+    for path in (path for place in places for path in (place, *place.rglob("*"))):
+        about = path.lstat()
+        content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+        found[str(path)] = (about.st_mode, about.st_uid, about.st_gid, about.st_nlink, content)
+    return found
+
+
+# What an agent leaves where the server installs files for its next turn: `$1` is a directory of the host.
+TRAPS = {
+    "file is a link": "rm -f ~/.script.sh; ln -s $1/victim ~/.script.sh",
+    "file is a dangling link": "rm -f ~/.script.sh; ln -s $1/new ~/.script.sh",
+    "file is a directory": "rm -f ~/.script.sh; mkdir -p ~/.script.sh/a; ln -s $1 ~/.script.sh/a/link",
+    "file is a FIFO": "rm -f ~/.script.sh; mkfifo ~/.script.sh",
+    "file has mode 000": "chmod 000 ~/.script.sh",
+    "file has another name": "ln ~/.script.sh ~/other",
+    "home has mode 000": "chmod 000 ~",
+    "home has mode 555": "chmod 555 ~",
+    "workspace has mode 000": "chmod 000 /workspace",
+    "a deep tree of mode 000": "rm -f ~/.script.sh; mkdir -p ~/.script.sh/a/b; chmod 000 ~/.script.sh/a ~/.script.sh",
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_trap_for_the_next_turn_catches_nobody(box: Core, trap: str) -> None:
+    with host_directory() as victim:
+        before = tree(victim)
+        session, turn = box.run(f"set -- {victim}; {TRAPS[trap]}")
+        assert turn.status == "completed"
+        assert again(box, session.id, "echo again; mkdir -p outputs; echo 1 > outputs/x", 2).status == "completed"
+        assert "again" in box.output(session.id)
+        assert box.artifacts(session.id) == {"/workspace/outputs/x": b"1\n"}
+        assert remove(box, session.id)
+        assert tree(victim) == before
+
+
+@contextlib.contextmanager
+def host_directory() -> Iterator[Path]:
+    """A directory that everybody may write, so that nothing but the sandbox protects it."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        Path(directory).chmod(0o777)
+        for name in ("victim", "sub/victim"):
+            (Path(directory) / name).parent.mkdir(exist_ok=True)
+            (Path(directory) / name).write_text("the host's")
+        yield Path(directory)
+
+
+def remove(core: Core, session_id: str) -> bool:
+    """Deletes a session; whether nothing is left of its room."""
+    assert core.temporary is not None
+    core.sessions.delete(session_id)
+    return not list(core.temporary.glob(f"tmp/*/rooms/{session_id}"))
+
+
+def test_the_traps_work_on_one_who_follows_links(tmp_path: Path) -> None:
+    """The control: a plain write through the first trap changes the file it leads to."""
+    with host_directory() as victim:
+        (tmp_path / ".script.sh").symlink_to(victim / "victim")
+        (tmp_path / ".script.sh").write_text("changed")
+        assert (victim / "victim").read_text() == "changed"
+
+
+# What lies under outputs → the artifacts that are published; None: the turn fails, by the agent's own fault.
+OUTPUTS: dict[str, tuple[str, dict[str, bytes] | None]] = {
+    "link to a file": ("mkdir outputs; ln -s /etc/passwd outputs/x; ln -s $1/victim outputs/y", {}),
+    "link to itself": ("mkdir outputs; ln -s x outputs/x; ln -s . outputs/y", {}),
+    "outputs is a link": ("ln -s $1 outputs", None),
+    "outputs is a link within": ("mkdir o; echo 1 > o/x; ln -s o outputs", None),
+    "outputs is a file": ("echo 1 > outputs", None),
+    "outputs is a FIFO": ("mkfifo outputs", None),
+    "FIFO": ("mkdir outputs; mkfifo outputs/x", {}),
+    "socket": ("mkdir outputs; python3 -c 'import socket; socket.socket(1).bind(\"outputs/x\")'", {}),
+    "hard link": ("mkdir outputs; echo 1 > x; ln x outputs/x", {"x": b"1\n"}),
+    "mode 000": ("mkdir outputs; echo 1 > outputs/x; chmod 000 outputs/x outputs", {"x": b"1\n"}),
+    "workspace of mode 000": ("mkdir outputs; echo 1 > outputs/x; chmod 000 .", {"x": b"1\n"}),
+    "directory of mode 000": ("mkdir -p outputs/d; echo 1 > outputs/d/x; chmod 000 outputs/d", {"d/x": b"1\n"}),
+    "name of 255 bytes": (f"mkdir outputs; echo 1 > outputs/{'n' * 255}", {"n" * 255: b"1\n"}),
+    "name with a newline": ("mkdir outputs; echo 1 > $'outputs/a\\nb'", {"a\nb": b"1\n"}),
+    "name that is not UTF-8": ("mkdir outputs; echo 1 > $'outputs/\\xff'; echo 2 > outputs/x", {"x": b"2\n"}),
+    "name of an option": ("mkdir -- outputs; echo 1 > outputs/--help", {"--help": b"1\n"}),
+    "deep tree": ('python3 -c \'import os\nfor _ in range(5000): os.mkdir("outputs"); os.chdir("outputs")\'', None),
+    "deep tree elsewhere": ('python3 -c \'import os\nfor _ in range(5000): os.mkdir("d"); os.chdir("d")\'', {}),
+    "many files": ("mkdir outputs; cd outputs; seq 5000 | xargs touch", None),
+    "sparse file": ("mkdir outputs; truncate -s 1G outputs/x", None),
+    "immutable": ("mkdir outputs; echo 1 > outputs/x; chattr +i outputs/x; chattr +a outputs", {"x": b"1\n"}),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_odd_outputs_neither_hang_nor_reach_the_host(box: Core, name: str) -> None:
+    script, expected = OUTPUTS[name]
+    with host_directory() as victim:
+        before = tree(victim)
+        session, turn = box.run(f"set -- {victim}; {script}")
+        if expected is None:
+            assert turn.status == "failed" and turn.to_dict()["x_agents_core"]["failure"]["class"] == "model", (
+                turn.error
+            )
+            assert not box.artifacts(session.id)
+        else:
+            assert turn.status == "completed"
+            found = box.artifacts(session.id)
+            assert found == {f"/workspace/outputs/{path}": content for path, content in expected.items()}
+        assert remove(box, session.id)
+        assert tree(victim) == before
+
+
+# ── limits ────────────────────────────────────────────────────────────────────────────────────────
+
+SMALL = {"environment": {"container_size": "small"}}
+GROW = """
+def grow(path, size):
+    with open(path, "wb") as file:
+        os.truncate(file.fileno(), size)
+        file.seek(size - 1)
+        file.write(b"x")
+"""
+LIMITS = """
+def fill(path):
+    with open(path, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 600 << 20)
+def open_many():
+    kept = []
+    while True:
+        kept.append(os.dup(0))
+actions = [(grow, "big", 3 << 30), (fill, "/tmp/f"), (fill, "/dev/shm/f"), (open_many,)]
+print(json.dumps([attempt(*words) for words in actions]))
+"""
+
+
+def test_files_and_descriptors_are_limited(box: Core, tmp_path: Path) -> None:
+    assert inside(box, GROW + LIMITS, **SMALL) == ["EFBIG", "ENOSPC", "ENOSPC", "EMFILE"]
+    assert outside(GROW + "print(json.dumps(attempt(grow, given, 3 << 30)))", str(tmp_path / "big")) == "ok"
+
+
+FORKS = """
+while True:
+    try:
+        os.fork()
+    except OSError:
+        print("stopped", flush=True)
+        time.sleep(60)
+"""
+
+
+def test_a_fork_bomb_stops_at_the_limit(box: Core) -> None:
+    mark = str(uuid4())
+    bomb = box.shell(script_of(FORKS, None, mark), **SMALL)
+    hear(box, bomb.id, "stopped")
+    namespaces = namespaces_of(mark)
+    assert 200 < len(members(namespaces)) <= 256
+    assert inside(box, "print(1)") == 1  # another session, meanwhile
+    assert end(box, bomb.id).status == "cancelled"
+    assert not members(namespaces)
+
+
+HOGS = {
+    "one process": "print(len(b'x' * (3 << 30)))",
+    "many processes": """
+for _ in range(8):
+    if os.fork() == 0:
+        kept = b"x" * (400 << 20)
+        time.sleep(60)
+_, status = os.wait()
+sys.exit(128 + os.WTERMSIG(status))
+""",
+}
+
+
+@pytest.mark.parametrize("hog", HOGS)
+def test_memory_is_limited(box: Core, hog: str) -> None:
+    session = box.shell(script_of(HOGS[hog]), **SMALL)
+    assert inside(box, "print(1)") == 1  # another session, meanwhile
+    assert box.turn(session.id).status == "completed"
+    assert [item.exit_code for item in box.sessions.items.list(session.id) if item.type == "command_execution"] == [137]
+
+
+def test_the_machine_has_the_memory_that_the_sandbox_refused() -> None:
+    available = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) << 10
+    if available < 5 << 30:
+        pytest.skip("this machine has no memory for a control")
+    assert outside(HOGS["one process"]) == 3 << 30
+
+
+FLOODS = {
+    "zeros": "head -c 256M /dev/zero",
+    "lines": "yes | head -c 256M",
+    "one line on stderr": "head -c 256M /dev/zero | tr '\\0' x >&2",
+    "control codes": "yes $'\\e]0;title\\a\\e[2J\\xff' | head -c 256M",
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_of_output_is_cut(box: Core, flood: str) -> None:
+    before = peak_memory(box)
+    session = box.shell(FLOODS[flood])
+    assert inside(box, "print(1)") == 1  # another session, meanwhile
+    assert box.turn(session.id).status == "completed"
+    item = next(item for item in box.sessions.items.list(session.id) if item.type == "command_execution")
+    assert len(item.output) < 1 << 20 and "bytes left out" in item.output
+    assert item.to_dict()["x_agents_core"]["truncated"]["bytes"] >= 256 << 20
+    assert peak_memory(box) - before < 64 << 20
+
+
+def peak_memory(core: Core) -> int:
+    """The most that the server ever held, in bytes; it runs under the process of the service, or is it."""
+    return int(Path(f"/proc/{core.service.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
+
+
+SEND_DESCRIPTORS = """
+left, right = socket.socketpair()
+kept = [left, right]
+try:
+    while True:
+        socket.send_fds(left, [b"x"], [0] * 200)
+        left, right = socket.socketpair() if len(kept) > 1000 else (left, right)
+except OSError as error:
+    print(errno.errorcode[error.errno], flush=True)
+time.sleep(60)
+"""
+
+
+def test_descriptors_on_their_way_do_not_stop_the_server(box: Core) -> None:
+    """Linux counts them by user id, which an unprivileged server shares with its sandboxes."""
+    session = box.shell(script_of(SEND_DESCRIPTORS))
+    hear(box, session.id, "ETOOMANYREFS")
+    assert inside(box, "print(1)") == 1
+    end(box, session.id)
