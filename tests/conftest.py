@@ -70,7 +70,9 @@ def start_service(
     process.stdin.flush()
     lines = [process.stdout.readline(), process.stdout.readline()]
     exports = dict(re.findall(r"export (\w+)='(.*)'", "".join(lines)))
-    assert len(exports) == 2, f"{arguments} did not start: exit status {process.poll()}, printed {lines}"
+    if len(exports) != 2:
+        code = process.wait(timeout=20)
+        raise AssertionError(f"{arguments} did not start: exit status {code}, printed {lines}")
     return Service(process, exports)
 
 
