@@ -1011,7 +1011,8 @@ async def connect(plan: list[Rollout], sweep: Sweep, embedded: Embedded | None) 
         scripts = {rollout.task.id: rollout.task.solution or "true\n" for rollout in scripted}
         names = {rollout.id: rollout.task.id for rollout in scripted}
         starting.append(embedded.start("gateway", json.dumps({"scripts": scripts, "rollouts": names}) + "\n"))
-    (base_url, key), *gateway = await asyncio.wait_for(asyncio.gather(*starting), START_SECONDS)
+    # Not wait_for around gather: cancelled, that pair reports a CancelledError that nobody retrieved.
+    (base_url, key), *gateway = await asyncio.gather(*(asyncio.wait_for(s, START_SECONDS) for s in starting))
     for endpoint in gateway:
         sweep.endpoint = endpoint[0], endpoint[1]
         keep_secret(endpoint[1])
