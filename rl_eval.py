@@ -27,18 +27,16 @@ import importlib.util
 import json
 import math
 import os
-import random
 import signal
 import stat
 import sys
 import time
 import unicodedata
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import quote, urlsplit
 
 if TYPE_CHECKING or "asyncio" in sys.modules:
@@ -85,11 +83,10 @@ HURRY_SECONDS = 1.0  # what cleaning up may still take after a second Ctrl-C
 START_SECONDS = 60.0
 USAGE_PAUSES = (0.5, 1.0, 2.0, 4.0)  # some deployments fill usage in seconds after the turn
 
-# --- Words ----------------------------------------------------------------------------------------------
+# --- Words (no dataclasses: importing them costs --help 20 ms) -------------------------------------------
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A question, the files it is asked about, and the answer that earns 1.0."""
 
     id: str
@@ -99,8 +96,7 @@ class Task:
     solution: str | None  # bash text of the reference solution
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A harness with a model; None leaves the choice to the deployment."""
 
     harness: str | None
@@ -108,8 +104,7 @@ class Pair:
     protocol: str | None = None  # of the model endpoint that sessions are given; None: they are given none
 
 
-@dataclass(frozen=True)
-class Rollout:
+class Rollout(NamedTuple):
     """One planned attempt at a task by a harness and a model."""
 
     id: str
@@ -121,26 +116,23 @@ class Rollout:
     input: str
 
 
-@dataclass
 class Result:
     """What became of a rollout: one line of the output, its members in this order."""
 
-    rollout_id: str
-    task: str
-    harness: str
-    model: str
-    sample: int
-    session_id: str | None = None
-    status: str = "error"  # completed, failed, cancelled, timeout, error
-    reward: float | None = None  # 1.0, 0.0, None when nothing was measured
-    answer: Any = None
-    duration_s: float = 0.0  # from the create request until all but the deletion was done
-    usage: Json | None = None
-    items: list[Any] = field(default_factory=list)
-    error: str | None = None
-    turn_id: str | None = None
-    group_id: str = ""
-    started_at: str = ""  # UTC, ISO 8601
+    def __init__(self, rollout_id: str, task: str, harness: str, model: str, sample: int, **known: Any) -> None:
+        self.rollout_id, self.task, self.harness, self.model, self.sample = rollout_id, task, harness, model, sample
+        self.session_id: str | None = None
+        self.status = "error"  # completed, failed, cancelled, timeout, error
+        self.reward: float | None = None  # 1.0, 0.0, None when nothing was measured
+        self.answer: Any = None
+        self.duration_s = 0.0  # from the create request until all but the deletion was done
+        self.usage: Json | None = None
+        self.items: list[Any] = []
+        self.error: str | None = None
+        self.turn_id: str | None = None
+        self.group_id = ""
+        self.started_at = ""  # UTC, ISO 8601
+        vars(self).update(known)
 
     def note(self, message: str) -> None:
         self.error = f"{self.error}; {message}" if self.error else message
@@ -624,18 +616,17 @@ async def patiently(request: Callable[..., Awaitable[T]], *args: Any, full: bool
 # --- One rollout ----------------------------------------------------------------------------------------
 
 
-@dataclass
 class Attempt:
     """What is known of a rollout's session while it runs."""
 
-    rollout: Rollout
-    session_id: str = ""
-    creating: asyncio.Future[Json] | None = None  # not interrupted: its session would be lost
-    doubtful: bool = False  # a create request may have made a session that is not known
-    turn: Json = field(default_factory=dict)  # the latest root turn
-    started: bool = False  # it left the queue: from then on time is the policy's
-    failure: str | None = None  # why the session failed without any turn
-    trouble: ApiError | None = None  # why the latest request failed
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout, self.session_id = rollout, ""
+        self.creating: asyncio.Future[Json] | None = None  # not interrupted: its session would be lost
+        self.doubtful = False  # a create request may have made a session that is not known
+        self.turn: Json = {}  # the latest root turn
+        self.started = False  # it left the queue: from then on time is the policy's
+        self.failure: str | None = None  # why the session failed without any turn
+        self.trouble: ApiError | None = None  # why the latest request failed
 
     @property
     def ended(self) -> bool:
@@ -688,7 +679,7 @@ async def reach_end(api: Api, attempt: Attempt, sweep: Sweep) -> None:
         raise ApiError(reason)
     pause, polls = FIRST_POLL, 0
     while not attempt.ended:
-        await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+        await asyncio.sleep(pause * (0.8 + 0.4 * os.urandom(1)[0] / 255))
         pause, polls = min(pause * POLL_GROWTH, LAST_POLL), polls + 1
         try:
             await look(api, attempt, with_session=polls % 3 == 0)
@@ -897,7 +888,8 @@ class Sweep:
                 self.journal.append(to_line(result))
         except OSError as error:
             self.fail(f"cannot write {self.journal and self.journal.path}: {error.strerror}")
-        self.results.append(replace(result, items=[], answer=None, usage=None))
+        result.items, result.answer, result.usage = [], None, None
+        self.results.append(result)
         name = f"{result.task} · {result.harness} · {result.model} · #{result.sample}: {result.status}"
         reward = "null" if result.reward is None else f"{result.reward:.1f}"
         tail = f" · {result.error}" if result.error else ""
@@ -1019,7 +1011,8 @@ async def connect(plan: list[Rollout], sweep: Sweep, embedded: Embedded | None) 
         scripts = {rollout.task.id: rollout.task.solution or "true\n" for rollout in scripted}
         names = {rollout.id: rollout.task.id for rollout in scripted}
         starting.append(embedded.start("gateway", json.dumps({"scripts": scripts, "rollouts": names}) + "\n"))
-    (base_url, key), *gateway = await asyncio.wait_for(asyncio.gather(*starting), START_SECONDS)
+    # Not wait_for around gather: cancelled, that pair reports a CancelledError that nobody retrieved.
+    (base_url, key), *gateway = await asyncio.gather(*(asyncio.wait_for(s, START_SECONDS) for s in starting))
     for endpoint in gateway:
         sweep.endpoint = endpoint[0], endpoint[1]
         keep_secret(endpoint[1])

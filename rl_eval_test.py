@@ -161,7 +161,10 @@ def test_summary_does_not_depend_on_the_order_of_completion() -> None:
     results = [result(t, r) for t in "abc" for r in (0.0, 1.0, 1.0, None)]
     results += [Result("r", "a", "claude_sdk", "m", 0, status="error")]
     summary = rl_eval.summarise(results, {1, 4})
-    assert all(rl_eval.summarise(order, {4, 1}) == summary for order in (results[::-1], sorted(results, key=repr)))
+    assert all(
+        rl_eval.summarise(order, {4, 1}) == summary
+        for order in (results[::-1], sorted(results, key=lambda r: str(r.reward)))
+    )
 
 
 def test_tasks_weigh_the_same_whatever_was_scored() -> None:

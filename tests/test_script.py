@@ -544,6 +544,8 @@ seen = {"argv": sys.argv[1:], "env": dict(os.environ), "first": first, "pid": os
 if os.environ.get("REFUSE") == name:
     print("this host forbids sandboxes", file=sys.stderr)
     sys.exit(2)
+if os.environ.get("STUCK") == name:
+    sys.exit(bool(sys.stdin.read()))
 answer = lambda session: None if session.body["input"] == "true" else b'{"x": 1}'
 with serving(Script(answer=answer, turn_seconds=float(os.environ.get("TURN", 0)))) as deployment:
     url, kind = deployment.base_url, "OPENAI"
@@ -658,6 +660,16 @@ def wait_gone(pid: int) -> None:
     descriptor = os.pidfd_open(pid)
     assert select.select([descriptor], [], [], 15)[0], f"{pid} still runs"
     os.close(descriptor)
+
+
+def test_interrupt_while_services_start(house: House) -> None:
+    process = house.start("--out out.jsonl", STUCK="gateway")
+    while not (house.folder / "gateway.seen").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    done = finished(house.folder, process.returncode, out, err)
+    assert done.code == 130 and not (house.folder / "out.jsonl").exists()
 
 
 def test_interrupt_stops_the_services(house: House) -> None:
