@@ -39,6 +39,7 @@ from core.sandbox import (
 )
 from core.sandbox.launcher import FILTER_FD, MESSAGE_BYTES, STAGE
 from core.sandbox.limits import Cgroups, watch_memory
+from core.sandbox.pipes import PipeReader
 from core.sandbox.rooms import make_room, remove_tree
 from core.waiting import within
 
@@ -206,7 +207,7 @@ class BubblewrapBackend:
         try:
             sandbox = await self.run(Command(["/bin/sh", "-c", "exit 7"], {}), room, CONTAINER_SIZES["small"])
             code = await asyncio.wait_for(sandbox.wait(), START_SECONDS)
-            said = await sandbox.stderr.read() if sandbox.stderr else b""
+            said = await sandbox.stderr.read(READ_BYTES) if sandbox.stderr else b""
         except (SandboxFailed, asyncio.TimeoutError) as error:
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=str(error) or "no answer")) from None
         finally:
@@ -250,7 +251,7 @@ class BubblewrapBackend:
         sandbox = BubblewrapSandbox(self, name, limits, groups)
         self.running[name] = sandbox
         try:
-            await self.launch(sandbox, command, room, limits)
+            self.launch(sandbox, command, room, limits)
         except BaseException:
             sandbox.finish(-1)  # the launcher knows nothing of it
             raise
@@ -265,16 +266,16 @@ class BubblewrapBackend:
             raise
         return sandbox
 
-    async def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits) -> None:
+    def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits) -> None:
         options = [*self.fixed_options, *room_options(room, limits), *environment_options(command.env)]
         stdin = memory_file(command.stdin)
         options_file = memory_file(b"".join(os.fsencode(option) + b"\0" for option in options))
         out_reading, out_writing = os.pipe()
-        sandbox.stdout = await read_pipe(out_reading)
+        sandbox.stdout = PipeReader(out_reading)
         err_writing = out_writing
         if not command.merge_stderr:
             err_reading, err_writing = os.pipe()
-            sandbox.stderr = await read_pipe(err_reading)
+            sandbox.stderr = PipeReader(err_reading)
         handed = [stdin, out_writing, err_writing, options_file, memory_file(seccomp.program() or b"")]
         try:
             self.send(
@@ -344,7 +345,7 @@ class BubblewrapBackend:
 class BubblewrapSandbox:
     """One bwrap and all that runs in it."""
 
-    stdout: asyncio.StreamReader
+    stdout: PipeReader
 
     def __init__(self, backend: BubblewrapBackend, name: str, limits: Limits, groups: list[Path]) -> None:
         loop = asyncio.get_running_loop()
@@ -352,7 +353,7 @@ class BubblewrapSandbox:
         self.name = name
         self.limits = limits
         self.groups = groups
-        self.stderr: asyncio.StreamReader | None = None
+        self.stderr: PipeReader | None = None
         self.door: socket.socket | None = None
         self.started: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[int] = loop.create_future()
@@ -477,11 +478,3 @@ def memory_file(data: bytes) -> int:
         view = view[os.write(descriptor, view) :]
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-async def read_pipe(descriptor: int) -> asyncio.StreamReader:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=READ_BYTES)
-    os.set_blocking(descriptor, False)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0))
-    return reader
