@@ -216,8 +216,9 @@ class Sessions:
     async def discard(self, session_id: str, live: Live | None) -> None:
         self.live.pop(session_id, None)
         for task in list(live.tasks) if live else []:
-            task.cancel()
-            await asyncio.wait({task})
+            while not task.done():  # before Python 3.12 asyncio.wait_for may swallow a cancel
+                task.cancel()
+                await asyncio.wait({task}, timeout=1)
         self.forget(session_id)
         if live is not None:
             await asyncio.to_thread(remove_room, live.room)

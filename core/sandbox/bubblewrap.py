@@ -247,10 +247,11 @@ class BubblewrapBackend:
         self.running[name] = sandbox
         try:
             await self.launch(sandbox, command, room, limits)
-            await asyncio.wait_for(asyncio.shield(sandbox.started), START_SECONDS)
-        except TimeoutError:
-            sandbox.kill()
-            raise SandboxFailed(f"the sandbox did not start within {START_SECONDS:g} s") from None
+            # Not wait_for: before Python 3.12 it may swallow a cancel.
+            await asyncio.wait({sandbox.started}, timeout=START_SECONDS)
+            if not sandbox.started.done():
+                raise SandboxFailed(f"the sandbox did not start within {START_SECONDS:g} s")
+            sandbox.started.result()
         except BaseException:
             sandbox.kill()
             raise
@@ -258,31 +259,31 @@ class BubblewrapBackend:
 
     async def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits) -> None:
         options = [*self.fixed_options, *room_options(room, limits), *environment_options(command.env)]
+        request = {
+            "action": "start",
+            "id": sandbox.name,
+            "bwrap": self.bwrap,
+            "argv": command.argv,
+            "uid": room.uid,
+            "cgroups": [str(group) for group in sandbox.groups],
+            "rlimits": rlimits(limits),
+        }
+        pipes = [os.pipe() for _ in range(1 if command.merge_stderr else 2)]
         stdin = memory_file(command.stdin)
         options_file = memory_file(b"".join(os.fsencode(option) + b"\0" for option in options))
-        out_reading, out_writing = os.pipe()
-        sandbox.stdout = await read_pipe(out_reading)
-        err_writing = out_writing
-        if not command.merge_stderr:
-            err_reading, err_writing = os.pipe()
-            sandbox.stderr = await read_pipe(err_reading)
-        handed = [stdin, out_writing, err_writing, options_file, memory_file(seccomp.program() or b"")]
+        handed = [stdin, pipes[0][1], pipes[-1][1], options_file, memory_file(seccomp.program() or b"")]
+        reading = [end for end, _ in pipes]
         try:
-            self.send(
-                {
-                    "action": "start",
-                    "id": sandbox.name,
-                    "bwrap": self.bwrap,
-                    "argv": command.argv,
-                    "uid": room.uid,
-                    "cgroups": [str(group) for group in sandbox.groups],
-                    "rlimits": rlimits(limits),
-                },
-                handed,
-            )
+            self.send(request, handed)
+        except SandboxFailed:
+            handed += reading
+            raise
         finally:
             for descriptor in set(handed):
                 os.close(descriptor)
+        # Shielded: cancelled in the middle, uvloop closes the descriptor twice, the second time another's.
+        readers = await asyncio.shield(asyncio.gather(*map(read_pipe, reading)))
+        sandbox.stdout, sandbox.stderr = readers[0], (None if command.merge_stderr else readers[1])
 
     def send(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
         if self.control is None:
