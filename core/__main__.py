@@ -15,7 +15,6 @@ import ipaddress
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -26,11 +25,11 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from core.artifacts import Blobs
 from core.egress import new_client
 from core.harnesses import registry
 from core.sandbox import SandboxUnavailable
 from core.sandbox.bubblewrap import BubblewrapBackend
+from core.sandbox.rooms import remove_tree
 from core.server import Api
 from core.sessions import Sessions
 from core.store import Store, StoreUnavailable
@@ -85,7 +84,7 @@ def data_directory(chosen: Path | None) -> Iterator[Path]:
         try:
             yield temporary
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_tree(temporary)
         return
     try:
         chosen.mkdir(parents=True, exist_ok=True)
@@ -107,8 +106,7 @@ async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
     try:
         await backend.start()
         async with new_client() as client:
-            blobs = Blobs(data / "blobs")
-            sessions = Sessions(store, backend, blobs, harnesses, client, data, arguments.slots)
+            sessions = Sessions(store, backend, data / "blobs", harnesses, client, data, arguments.slots)
             sessions.recover()
             server = uvicorn.Server(configuration(Api(sessions, key)))
             if arguments.exit_with_stdin:

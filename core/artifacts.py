@@ -14,9 +14,12 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from core.sandbox import OUTPUTS
+
 MIB = 1 << 20
 MAX_ENTRIES, MAX_DEPTH, MAX_PATH_BYTES = 4096, 64, 4096
 MAX_FILE_BYTES, MAX_TOTAL_BYTES = 200 * MIB, 500 * MIB
+MAX_SKIPPED = 100
 CHUNK_BYTES = MIB
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -41,26 +44,36 @@ class Capture:
     entries: int = 0
     total: int = 0
 
+    def skip(self, path: str, reason: str) -> None:
+        """Notes what is not published; beyond MAX_SKIPPED the last note stands for the rest."""
+        shown = os.fsencode(path).decode(errors="replace")
+        if len(self.skipped) > MAX_SKIPPED:
+            shown, reason = f"{OUTPUTS}/…", "more entries like these"
+            self.skipped.pop()
+        self.skipped.append({"code": "artifact_skipped", "path": shown, "reason": reason})
+
 
 class Blobs:
-    """Bytes by SHA-256 in a directory of their own."""
+    """One session's bytes by SHA-256. Sessions share none, so that the end of one never takes those of another."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        root.mkdir(parents=True, exist_ok=True)
-        root.chmod(0o700)
 
     def path(self, digest: str) -> Path:
-        return self.root / digest[:2] / digest
+        return self.root / digest
 
-    def remove(self, digest: str) -> None:
-        with contextlib.suppress(OSError):
-            self.path(digest).unlink()
+    def keep(self, digests: set[str]) -> None:
+        """Removes what no artifact names: of a capture that failed, or of artifacts that were deleted."""
+        with contextlib.suppress(FileNotFoundError):
+            for path in self.root.iterdir():
+                if path.name not in digests:
+                    path.unlink(missing_ok=True)
 
     def take(self, source: int, size: int) -> str:
         """Copies `size` bytes of an open file; returns their digest. Raises CaptureFailed if there are not as many."""
         digest = hashlib.sha256()
-        temporary = self.root / f"incoming-{os.getpid()}-{source}"
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        temporary = self.root / "incoming"
         try:
             with temporary.open("wb") as target:
                 left = size
@@ -72,9 +85,7 @@ class Blobs:
                     raise CaptureFailed("a file changed while it was copied")
                 target.flush()
                 os.fsync(target.fileno())
-            place = self.path(digest.hexdigest())
-            place.parent.mkdir(exist_ok=True)
-            temporary.replace(place)
+            temporary.replace(self.path(digest.hexdigest()))
         finally:
             temporary.unlink(missing_ok=True)
         return digest.hexdigest()
@@ -144,9 +155,9 @@ def visit(directory: int, name: str, path: str, depth: int, found: Capture, blob
         finally:
             os.close(child)
     elif not stat.S_ISREG(mode):
-        found.skipped.append(skipped(path, "not a regular file"))
+        found.skip(path, "not a regular file")
     elif not encodable(path):
-        found.skipped.append(skipped(path, "its name is not UTF-8"))
+        found.skip(path, "its name is not UTF-8")
     else:
         take(directory, name, path, found, blobs)
 
@@ -172,11 +183,6 @@ def open_entry(directory: int, name: str, flags: int) -> int:
         return os.open(name, flags, dir_fd=directory)
     except PermissionError:
         return open_unreadable(name, directory)
-
-
-def skipped(path: str, reason: str) -> dict[str, str]:
-    shown = os.fsencode(path).decode(errors="replace")
-    return {"code": "artifact_skipped", "path": shown, "reason": reason}
 
 
 def encodable(path: str) -> bool:

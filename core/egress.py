@@ -27,6 +27,7 @@ import h11
 import httpx
 
 from core.sandbox.launcher import DOOR_HOST, DOOR_PORT
+from core.waiting import within
 from core.wire import Bundle
 
 BODY_BYTES = 32 << 20
@@ -51,6 +52,18 @@ OWN_HEADERS = {"content-length", "accept-encoding"}
 SECRET_HEADERS = {"authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie", "forwarded", "via"}
 DROPPED_REQUEST_HEADERS = HOP_HEADERS | OWN_HEADERS | SECRET_HEADERS
 DROPPED_REQUEST_PREFIXES = ("x-forwarded-", "x-real-", "cf-", "proxy-")
+# What ends a stream of each protocol. One that lacks it broke off, however orderly its connection closed.
+LAST_EVENTS = {
+    "responses": (b'"response.completed"', b'"response.incomplete"', b'"response.failed"'),
+    "chat_completions": (b"[DONE]",),
+    "anthropic": (b'"message_stop"',),
+}
+NOTED = (b'"usage"', b'"error"', b'"incomplete_details"', b'"stop_reason"')
+STOPPED_AT_LIMIT = {
+    "max_output_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "model_context_window_exceeded": "context_length_exceeded",
+}
 PASSED_ANSWER_HEADERS = frozenset(
     {"content-type", "retry-after", "retry-after-ms", "x-should-retry", "request-id", "x-request-id"}
 )
@@ -63,7 +76,8 @@ class Call:
     path: str
     started_at: float
     status: int | None = None
-    problem: str | None = None  # "unreachable", "timeout", "cut": the answer never came or broke off
+    # "unreachable", "timeout", "cut", "malformed": the answer never came, broke off, or is none of a model
+    problem: str | None = None
     error_code: str | None = None
     error_message: str | None = None
     usage: dict[str, Any] | None = None
@@ -77,7 +91,7 @@ class Call:
     @property
     def failed(self) -> bool:
         return (
-            self.problem is not None or (self.status is not None and self.status >= 400) or self.error_code is not None
+            self.problem is not None or (self.status is not None and self.status >= 300) or self.error_code is not None
         )
 
 
@@ -136,6 +150,8 @@ class Observer:
         self.streamed = streamed
         self.buffer = bytearray()
         self.merged: dict[str, Any] = {}
+        self.begun = False
+        self.ended = False
 
     def feed(self, chunk: bytes) -> None:
         self.buffer += chunk
@@ -143,54 +159,49 @@ class Observer:
             *lines, rest = bytes(self.buffer).split(b"\n")
             self.buffer = bytearray(rest)
             for line in lines:
-                if line.startswith(b"data:") and (b'"usage"' in line or b'"error"' in line):
-                    self.event(line[5:])
+                if line.startswith(b"data:"):
+                    self.begun = True
+                    self.ended = self.ended or any(mark in line for mark in LAST_EVENTS[self.protocol])
+                    if any(mark in line for mark in NOTED):
+                        self.event(line[5:])
         if len(self.buffer) > KEPT_BYTES:
             self.buffer.clear()
 
     def end(self) -> None:
-        if not self.streamed and self.buffer:
-            self.event(bytes(self.buffer))
-        if self.merged:
+        """The answer came to the end of its body. What broke off before has no usage: half of one is none."""
+        if not self.streamed:
+            self.ended = self.event(bytes(self.buffer))
+        if self.ended and self.merged:
             self.call.usage = call_usage(self.protocol, self.merged)
+        if not self.ended and not self.call.failed:
+            self.call.problem = "cut" if self.begun else "malformed"
 
-    def event(self, data: bytes) -> None:
+    def event(self, data: bytes) -> bool:
         """One SSE payload or a whole body. Anthropic reports input first and output last, so later values win."""
         try:
             value = json.loads(data)
         except (ValueError, RecursionError):
-            return
+            return False
         if not isinstance(value, dict):
-            return
+            return False
         for holder in (value, value.get("response"), value.get("message")):
             if isinstance(holder, dict):
                 if isinstance(holder.get("usage"), dict):
                     self.merged |= {name: part for name, part in holder["usage"].items() if part is not None}
                 self.note_error(holder.get("error"))
+                self.note_stop(holder.get("incomplete_details"), "reason")
+        self.note_stop(value.get("delta") if self.streamed else value, "stop_reason")
+        return True
+
+    def note_stop(self, holder: Any, name: str) -> None:
+        if isinstance(holder, dict) and (code := STOPPED_AT_LIMIT.get(str(holder.get(name)))):
+            self.call.error_code = code
+            self.call.error_message = "the model stopped at its token limit"
 
     def note_error(self, error: Any) -> None:
         if isinstance(error, dict):
             self.call.error_code = str(error.get("code") or error.get("type") or "error")
             self.call.error_message = str(error.get("message") or "")[:500]
-
-
-class Mask:
-    """Takes the key out of a stream of bytes, also where it is split over chunks."""
-
-    def __init__(self, key: bytes) -> None:
-        self.key = key
-        self.rest = b""
-
-    def feed(self, chunk: bytes) -> bytes:
-        """What may pass: all but an end that could be the beginning of the key."""
-        data = (self.rest + chunk).replace(self.key, b"[key]")
-        begun = (size for size in range(len(self.key) - 1, 0, -1) if data.endswith(self.key[:size]))
-        passing = len(data) - next(begun, 0)
-        self.rest = data[passing:]
-        return data[:passing]
-
-    def end(self) -> bytes:
-        return self.rest
 
 
 @dataclass
@@ -278,7 +289,26 @@ class Door:
         return [*passed, auth, (b"accept-encoding", b"identity")]
 
     def mask(self, text: str) -> str:
-        return text.replace(self.bundle.api_key, "[key]") if self.bundle else text
+        secret = self.bundle.api_key if self.bundle else ""
+        return text.replace(secret, "[key]") if len(secret) >= MASKED_KEY_BYTES else text
+
+
+class Mask:
+    """Takes the key out of an answer, also where chunks split it. All other bytes pass, at once unless they may
+    be the beginning of the key."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key.encode()
+        self.held = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        if len(self.key) < MASKED_KEY_BYTES:
+            return chunk
+        data = (self.held + chunk).replace(self.key, b"[key]")
+        longest = min(len(self.key) - 1, len(data))
+        keep = next((size for size in range(longest, 0, -1) if data.endswith(self.key[:size])), 0)
+        self.held = data[len(data) - keep :]
+        return data[: len(data) - keep]
 
 
 class Connection:
@@ -294,14 +324,14 @@ class Connection:
         try:
             while await self.one():
                 self.http.start_next_cycle()
-        except (h11.ProtocolError, ConnectionError, TimeoutError):
+        except (h11.ProtocolError, ConnectionError, asyncio.TimeoutError):
             pass
         finally:
             self.writer.close()
 
     async def event(self) -> Any:
         while (event := self.http.next_event()) is h11.NEED_DATA:
-            self.http.receive_data(await asyncio.wait_for(self.reader.read(CHUNK_BYTES), IDLE_SECONDS))
+            self.http.receive_data(await within(IDLE_SECONDS, self.reader.read(CHUNK_BYTES)))
         return event
 
     async def one(self) -> bool:
@@ -355,7 +385,7 @@ class Connection:
         call = Call(request.target.partition(b"?")[0].decode("latin-1"), time.time())
         self.door.calls.append(call)
         url = self.door.upstream_url(request.target)
-        begun = False
+        begun = broken = False
         try:
             headers = self.door.upstream_headers(request)
             async with self.door.client.stream("POST", url, content=body, headers=headers) as answer:
@@ -363,15 +393,15 @@ class Connection:
                 begun = True
                 await self.relay(answer, call)
         except httpx.TimeoutException:
-            call.problem = "cut" if begun else "timeout"
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            call.problem = "cut" if begun else "unreachable"
+            broken, call.problem = True, "cut" if begun else "timeout"
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            broken, call.problem = True, "cut" if begun else "unreachable"
             call.error_message = self.door.mask(f"{type(error).__name__}: {error}")[:500]
         finally:
             call.ended_at = time.time()
-        if call.problem and not begun:
+        if broken and not begun:
             await self.answer_error(504 if call.problem == "timeout" else 502, "The model endpoint did not answer.")
-        elif call.problem:
+        elif broken:
             raise ConnectionError("the model's answer broke off")
 
     async def relay(self, answer: httpx.Response, call: Call) -> None:
@@ -379,19 +409,17 @@ class Connection:
         assert self.door.bundle is not None
         kind = answer.headers.get("content-type", "")
         observer = Observer(self.door.bundle.protocol, call, kind.startswith("text/event-stream"))
+        mask = Mask(self.door.bundle.api_key)
         # A redirect would tell the sandbox another address and is of no use to it.
         status = 502 if 300 <= answer.status_code < 400 else answer.status_code
-        masked = [(name, self.door.mask(value)) for name, value in answer.headers.items()]
-        fields = [(name, value) for name, value in masked if name in PASSED_ANSWER_HEADERS]
+        passed = [(name, value) for name, value in answer.headers.items() if name in PASSED_ANSWER_HEADERS]
+        fields = [(name, self.door.mask(value)) for name, value in passed]
         await self.send(h11.Response(status_code=status, headers=[*fields, ("transfer-encoding", "chunked")]))
-        key = self.door.bundle.api_key.encode()
-        mask = Mask(key) if status >= 400 or len(key) >= MASKED_KEY_BYTES else None
+        # An endpoint that refuses may repeat the key it was sent: nothing of the answer may carry it in.
         async for chunk in answer.aiter_bytes():
-            await self.pass_on(mask.feed(chunk) if mask else chunk, observer)
-        await self.pass_on(mask.end() if mask else b"", observer)
+            await self.pass_on(mask.feed(chunk), observer)
+        await self.pass_on(mask.held, observer)
         observer.end()
-        if answer.status_code >= 400:
-            call.error_code = call.error_code or "error"
         await self.send(h11.EndOfMessage())
 
     async def pass_on(self, chunk: bytes, observer: Observer) -> None:

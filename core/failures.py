@@ -57,8 +57,8 @@ NAMED_BY_PROVIDER = (
     "rate_limit_exceeded",
     "server_error",
 )
+QUOTA = {"insufficient_quota": "credit_balance_exhausted"}  # said with a 429, which is no rate limit then
 OTHER_NAMES = {
-    "insufficient_quota": "credit_balance_exhausted",
     "overloaded_error": "server_overloaded",
     "server_is_overloaded": "server_overloaded",
     "rate_limit_error": "rate_limit_exceeded",
@@ -84,14 +84,19 @@ def call_failure(call: Call, attempts: int) -> Failure:
         return Failure("connection_failed", message, "provider", "provider_unreachable")
     if call.problem == "cut":
         return Failure("connection_failed", "The model's answer broke off.", "provider", "provider_unreachable")
+    if call.problem == "malformed":
+        message = "The model endpoint's answer is none of a model. Check the base URL."
+        return Failure("server_error", message, "provider", "provider_malformed_answer")
     code, class_ = status_code(call)
+    if call.status == 200:
+        return Failure(code, f"The model's answer ended with an error{said}", class_, "provider_error")
     message = f"The model endpoint answered {call.status} {times}{said}"
     return Failure(code, message, class_, "provider_http_status", params={"http_status": call.status})
 
 
 def status_code(call: Call) -> tuple[str, str]:
     """(error code, class) of a call that was answered with an error."""
-    named = call.error_code or ""
+    named = QUOTA.get(call.error_code or "", call.error_code or "")
     if named in NAMED_BY_MODEL:
         return named, "model"
     if call.status in (400, 413, 422, 200) and any(text in (call.error_message or "").lower() for text in TOO_LONG):

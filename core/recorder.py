@@ -93,6 +93,18 @@ class Recorder:
         self.count = 0
         self.warnings: list[Doc] = []
 
+    @classmethod
+    def reopened(cls, store: Store, session_id: str, turn_id: str) -> Recorder:
+        """The recorder of a turn that an earlier server left, with the items that are still open."""
+        recorder = cls(store, session_id, turn_id)
+        for item in store.items(turn_id):
+            if item["type"] == "message" and item["role"] == "user":
+                continue
+            if item.get("status") == "in_progress":
+                recorder.entries[item["id"]] = Entry(item, recorder.count)
+            recorder.count += 1
+        return recorder
+
     def apply(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, ItemStarted):

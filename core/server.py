@@ -12,17 +12,17 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, BinaryIO
 from urllib.parse import unquote
 
-from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from core.errors import ApiError, bad_request, not_found
 from core.sessions import CREATE_SCOPE, Sessions
-from core.store import Page, UnknownCursor
+from core.store import Page, UnknownCursor, dumps
 from core.wire import (
     BODY_BYTES,
     CREATE_BODY_BYTES,
@@ -38,32 +38,32 @@ from core.wire import (
 KEEPALIVE_SECONDS = 15.0
 EVENTS_PER_READ = 256
 KEY_HEADER_BYTES = 128
-SMALL_BYTES = 1 << 20
+SMALL_BYTES = CHUNK_BYTES = 1 << 20
 PREFIX = "agent.session."
 log = logging.getLogger("core")
 
 Handler = Callable[["Api", Request, list[str]], Awaitable[Response]]
 
-# What the API has and this server does not serve (priorities C and D of AGENTS_API 14): path → methods.
+# What the API has and this server does not serve (priorities C and D of AGENTS_API 14): path → what to use instead.
 ID = "*"
-UNSERVED: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("agents",): ("GET", "POST"),
-    ("agents", ID): ("GET", "POST", "DELETE"),
-    ("agents", "sessions", ID, "subagents"): ("GET",),
-    ("agents", "sessions", ID, "subagents", ID): ("GET",),
-    ("agents", "sessions", ID, "subagents", ID, "items"): ("GET",),
-    ("agents", "sessions", ID, "subagents", ID, "turns"): ("GET",),
-    ("agents", "sessions", ID, "subagents", ID, "turns", ID): ("GET",),
-    ("agents", "sessions", ID, "subagents", ID, "turns", ID, "items"): ("GET",),
-    ("agents", "sessions", ID, "traces"): ("GET",),
-    ("agents", "environments"): ("GET", "POST"),
-    ("agents", "environments", ID, "files"): ("GET", "POST"),
-    ("agents", "environments", "templates"): ("GET", "POST"),
-    ("agents", "environments", "templates", ID): ("GET", "POST", "DELETE"),
-    ("agents", "automations"): ("GET", "POST"),
-    ("vaults",): ("GET", "POST"),
-    ("vaults", ID): ("GET", "POST", "DELETE"),
+UNSERVED: dict[tuple[str, ...], str] = {
+    ("agents", "sessions", ID, "subagents"): "Harnesses run here without subagents.",
+    ("agents", "sessions", ID, "traces"): "Read the session's turns and items instead.",
+    ("agents", "environments", ID, "files"): "Send files in 'environment.files' of the session instead.",
+    ("agents", "environments"): "Send 'environment' with each session instead.",
+    ("agents", "automations"): "Create sessions when they are due instead.",
+    ("agents",): "Send 'agent' with each session instead.",
+    ("vaults",): "Send what the agent may know in 'environment.env' of the session instead.",
+    ("files",): "Send inline files in 'environment.files' of the session instead.",
+    ("skills",): "Send inline files in 'environment.files' of the session instead.",
 }
+
+
+class Json(JSONResponse):
+    """Escapes what is not ASCII: a CLI may print half a surrogate pair, which has no UTF-8 form."""
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content).encode()
 
 
 class Api:
@@ -98,12 +98,14 @@ class Api:
         try:
             return await self.dispatch(request)
         except ApiError as error:
-            return JSONResponse(error.body, error.status, headers=error.headers)
+            return Json(error.body, error.status, headers=error.headers)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
         except Exception:
             log.exception("request %s failed", request_id)
             message = f"The server failed; its log has the details under {request_id}."
             body = {"error": {"type": "server_error", "message": message, "code": "internal_error", "param": None}}
-            return JSONResponse(body, 500)
+            return Json(body, 500)
 
     async def dispatch(self, request: Request) -> Response:
         self.authenticate(request)
@@ -115,9 +117,9 @@ class Api:
             if ids is not None:
                 handler = handlers.get(request.method)
                 if handler is None:
-                    raise not_served(segments, request.method, 405, {"Allow": ", ".join(handlers)})
+                    raise not_served(segments, request.method, list(handlers))
                 return await handler(self, request, ids)
-        raise not_served(segments, request.method, 404, {})
+        raise not_served(segments, request.method, None)
 
     def authenticate(self, request: Request) -> None:
         offered = request.headers.get("authorization", "")
@@ -134,19 +136,20 @@ class Api:
         parsed = parse_session_create(body)
         session_id = self.sessions.replayed(CREATE_SCOPE, key, digest)
         if session_id is None:
-            session_id = await self.sessions.create(parsed, key, digest)
+            session_id = self.sessions.create(parsed, key, digest)
         if parsed.stream:
             events = self.events(request, session_id, 0, until_settled=True)
             return StreamingResponse(events, 201, media_type="text/event-stream")
-        return JSONResponse(self.sessions.document(session_id), 201)
+        return Json(self.sessions.document(session_id), 201)
 
     async def list_sessions(self, request: Request, ids: list[str]) -> Response:
         query = Query(request.scope["query_string"])
+        metadata, agent_id = query.metadata(), query.one("agent_id")
         paging = query.paging(clamp=True)
         page = self.page(
             lambda: self.sessions.store.session_page(
-                query.bracketed("metadata"),
-                query.one("agent_id"),
+                metadata,
+                agent_id,
                 limit=paging.limit,
                 descending=paging.descending,
                 after=paging.after,
@@ -156,16 +159,16 @@ class Api:
         return list_response(Page([self.sessions.shown(stored) for stored in page.data], page.has_more))
 
     async def retrieve_session(self, request: Request, ids: list[str]) -> Response:
-        return JSONResponse(self.sessions.document(ids[0]))
+        return Json(self.sessions.document(ids[0]))
 
     async def update_session(self, request: Request, ids: list[str]) -> Response:
         metadata = parse_session_update(parse_object(await read_body(request, BODY_BYTES)))
-        return JSONResponse(self.sessions.set_metadata(ids[0], metadata))
+        return Json(self.sessions.set_metadata(ids[0], metadata))
 
     async def delete_session(self, request: Request, ids: list[str]) -> Response:
         cancel = Query(request.scope["query_string"]).one("cancel") == "true"
         await self.sessions.delete(ids[0], cancel=cancel)
-        return JSONResponse({"id": ids[0], "object": "agent.session.deleted", "deleted": True})
+        return Json({"id": ids[0], "object": "agent.session.deleted", "deleted": True})
 
     # ── turns, items, artifacts ───────────────────────────────────────────────────────────────────
 
@@ -173,43 +176,46 @@ class Api:
         return self.list_of("turns", request, ids[0], {"session_id": ids[0]}, not_found())
 
     async def retrieve_turn(self, request: Request, ids: list[str]) -> Response:
-        return JSONResponse(self.element("turns", ids))
+        return Json(self.element("turns", ids))
 
     async def list_turn_items(self, request: Request, ids: list[str]) -> Response:
         query = Query(request.scope["query_string"])
         query.paging(clamp=True)
         self.element("turns", ids)
-        return self.list_of("items", request, ids[0], {"turn_id": ids[1]}, INVALID_ITEM, clamp=True)
+        return self.list_of("items", request, ids[0], {"turn_id": ids[1]}, bad_request(INVALID_ITEM), clamp=True)
 
     async def list_items(self, request: Request, ids: list[str]) -> Response:
-        return self.list_of("items", request, ids[0], {"session_id": ids[0]}, INVALID_ITEM, clamp=True)
+        return self.list_of("items", request, ids[0], {"session_id": ids[0]}, bad_request(INVALID_ITEM), clamp=True)
 
     async def list_artifacts(self, request: Request, ids: list[str]) -> Response:
-        environment = Query(request.scope["query_string"]).one("environment_id")
-        where = {"session_id": ids[0]}
-        stored = self.sessions.store.session(ids[0])
-        if environment is not None and stored is not None and environment != stored["environment"]["id"]:
+        query = Query(request.scope["query_string"])
+        environment = query.one("environment_id")
+        query.paging(clamp=False)
+        if environment not in (None, self.sessions.require(ids[0])["environment"]["id"]):
             return list_response(Page([], False))
-        return self.list_of("artifacts", request, ids[0], where, bad_request("after is not a valid artifact ID"))
+        cursor_error = bad_request("after is not a valid artifact ID")
+        return self.list_of("artifacts", request, ids[0], {"session_id": ids[0]}, cursor_error)
 
     async def retrieve_artifact(self, request: Request, ids: list[str]) -> Response:
-        return JSONResponse(self.element("artifacts", ids))
+        return Json(self.element("artifacts", ids))
 
     async def delete_artifact(self, request: Request, ids: list[str]) -> Response:
         self.sessions.require(ids[0])
         self.sessions.delete_artifact(ids[0], ids[1])
-        return JSONResponse({"id": ids[1], "object": "agent.session.artifact.deleted", "deleted": True})
+        return Json({"id": ids[1], "object": "agent.session.artifact.deleted", "deleted": True})
 
     async def artifact_content(self, request: Request, ids: list[str]) -> Response:
         self.sessions.require(ids[0])
         found = self.sessions.store.artifact(ids[0], ids[1])
         if found is None:
             raise not_found()
-        path = self.sessions.blobs.path(found[1])
-        headers = {"Content-Disposition": "attachment"}
-        if found[0]["size_bytes"] <= SMALL_BYTES:  # a thread per small file costs more than its read
-            return Response(path.read_bytes(), media_type="application/octet-stream", headers=headers)
-        return FileResponse(path, media_type="application/octet-stream", headers=headers)
+        # Opened here, so that a deletion meanwhile does not cut the answer.
+        file = self.sessions.runner.blobs(ids[0]).path(found[1]).open("rb")
+        headers = {"Content-Disposition": "attachment", "Content-Length": str(found[0]["size_bytes"])}
+        if found[0]["size_bytes"] > SMALL_BYTES:
+            return StreamingResponse(chunks(file), media_type="application/octet-stream", headers=headers)
+        with file:  # streaming would take a thread, which costs more than reading a small file
+            return Response(file.read(), media_type="application/octet-stream", headers=headers)
 
     async def retrieve_environment(self, request: Request, ids: list[str]) -> Response:
         stored = self.sessions.store.session_of_environment(ids[0])
@@ -217,7 +223,7 @@ class Api:
             raise not_found()
         environment = stored["environment"]
         shown = {name: environment[name] for name in ("id", "type", "files", "plugins", "skills")}
-        return JSONResponse({"object": "agent.environment", "status": stored["_environment"]["status"], **shown})
+        return Json({"object": "agent.environment", "status": stored["_environment"]["status"], **shown})
 
     def element(self, table: str, ids: list[str]) -> Doc:
         found = self.sessions.store.one(table, ids[0], ids[1])
@@ -295,7 +301,7 @@ class Api:
 
 TURN_ENDS = tuple(f"{PREFIX}turn.{status}" for status in ("completed", "failed", "cancelled"))
 FAILED, IDLE = f"{PREFIX}failed", f"{PREFIX}idle"
-INVALID_ITEM = bad_request("Invalid session item ID in `after`")
+INVALID_ITEM = "Invalid session item ID in `after`"
 S = ("agents", "sessions", ID)
 ROUTES: dict[tuple[str, ...], dict[str, Handler]] = {
     ("agents", "sessions"): {"GET": Api.list_sessions, "POST": Api.create_session},
@@ -336,13 +342,17 @@ def check_beta(request: Request) -> None:
         raise ApiError(400, "invalid_beta", "invalid_beta", message)
 
 
-def not_served(segments: list[str], method: str, status: int, headers: dict[str, str]) -> ApiError:
+def not_served(segments: list[str], method: str, allowed: list[str] | None) -> ApiError:
     """404 where nothing is served, 405 where another method is."""
-    known = any(matched(pattern, segments) is not None and method in methods for pattern, methods in UNSERVED.items())
-    operation = f"{method} /{'/'.join(segments)}"[:200] if known else "This operation"
-    hint = "Send 'agent' and 'environment' with each session instead." if known else "See the README for what is."
+    operation = f"{method} /{'/'.join(segments)}"[:200]
+    if allowed:
+        hint, headers = f"Use {' or '.join(allowed)}.", {"Allow": ", ".join(allowed)}
+    else:
+        hints = (text for pattern, text in UNSERVED.items() if matched(pattern, segments[: len(pattern)]) is not None)
+        hint, headers = next(hints, "The README lists what is."), {}
     message = f"{operation} is not supported by this server. {hint}"
-    return ApiError(status, "unsupported_operation", "unsupported_operation", message, headers=headers)
+    code = "unsupported_operation"
+    return ApiError(405 if allowed else 404, code, code, message, headers=headers)
 
 
 def idempotency_key(request: Request) -> str | None:
@@ -353,7 +363,7 @@ def idempotency_key(request: Request) -> str | None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; beyond the limit nothing more is read."""
+    """The whole JSON body; beyond the limit nothing more is read."""
     too_large = ApiError(413, "request_too_large", "request_too_large", f"The body is larger than {limit} bytes.")
     length = request.headers.get("content-length")
     if length is not None and length.isdigit() and int(length) > limit:
@@ -363,10 +373,18 @@ async def read_body(request: Request, limit: int) -> bytes:
         body += chunk
         if len(body) > limit:
             raise too_large
+    if body and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise bad_request("Send the body with the header `Content-Type: application/json`.")
     return bytes(body)
 
 
-def list_response(page: Page) -> JSONResponse:
+def chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def list_response(page: Page) -> Json:
     first, last = (page.data[0]["id"], page.data[-1]["id"]) if page.data else (None, None)
     members = {"has_more": page.has_more, "first_id": first, "last_id": last}
-    return JSONResponse({"object": "list", "data": page.data, **members})
+    return Json({"object": "list", "data": page.data, **members})

@@ -14,6 +14,7 @@ import hmac
 import json
 import logging
 import secrets
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from typing import Any
 import httpx
 
 from core import failures
-from core.artifacts import Blobs
 from core.documents import (
     TERMINAL,
     new_session,
@@ -30,18 +30,18 @@ from core.documents import (
     user_message,
 )
 from core.egress import Door
-from core.errors import conflict, not_found, unavailable, unsupported
+from core.errors import bad_request, conflict, not_found, unavailable, unsupported
 from core.harnesses import Harness
-from core.sandbox import Backend, Room
-from core.sandbox.rooms import install, remove_room
+from core.recorder import Recorder
+from core.sandbox import Backend
+from core.sandbox.rooms import install, remove_tree
 from core.store import Store, new_id
 from core.turns import Live, TurnRunner
-from core.wire import Agent, Cancel, Environment, Message, SessionCreate
+from core.wire import Agent, Environment, InputEvents, Message, SessionCreate, ToolResult
 
 PREFIX = "agent.session."
 CREATE_SCOPE = ""
 DELETE_WAIT_SECONDS = 10.0
-LARGE_BYTES = 1 << 18
 BUSY = "session must be durably idle or failed without required actions before deletion"
 
 Doc = dict[str, Any]
@@ -55,7 +55,7 @@ class Sessions:
         self,
         store: Store,
         backend: Backend,
-        blobs: Blobs,
+        blobs: Path,
         harnesses: dict[str, Harness],
         client: httpx.AsyncClient,
         data: Path,
@@ -63,7 +63,6 @@ class Sessions:
     ) -> None:
         self.store = store
         self.backend = backend
-        self.blobs = blobs
         self.harnesses = harnesses
         self.client = client
         self.runner = TurnRunner(store, backend, blobs, slots)
@@ -90,7 +89,7 @@ class Sessions:
 
     def admit(self, request: SessionCreate) -> Harness:
         """The harness that will run it. Raises ApiError."""
-        name = request.agent.harness or next(iter(self.harnesses))
+        name = next(iter(self.harnesses)) if request.agent.harness is None else request.agent.harness
         harness = self.harnesses.get(name)
         if harness is None:
             known = ", ".join(self.harnesses)
@@ -99,23 +98,27 @@ class Sessions:
         harness.admit(request.agent, request.bundle)
         return harness
 
-    async def create(self, request: SessionCreate, key: str | None, digest: str) -> str:
-        """Makes a session and starts it; returns its id once all of it is durable."""
+    def create(self, request: SessionCreate, key: str | None, digest: str) -> str:
+        """Makes a session and starts it; returns its id once all of it is durable.
+
+        One transaction without an await: nobody sees half a session, and one that cannot be stored leaves no key.
+        """
         harness = self.admit(request)
         session_id, now = new_id(), int(time.time())
         stored = new_session(request, session_id, (new_id(), new_id()), harness.name, now)
-        with self.store.transaction():
-            number = self.store.add_session(stored)
-            if key is not None:
-                self.store.remember(CREATE_SCOPE, key, digest, session_id)
-            turn_id = self.announce(stored, request.input, now)
         try:
-            room = self.backend.make_room(session_id, number)
-            await install_files(room, request.environment)
-        except OSError as error:
-            self.forget(session_id)
-            message = f"The session's files cannot be stored: {error.strerror}."
-            raise unavailable(message, "artifact_storage_unavailable") from None
+            with self.store.transaction():
+                number = self.store.add_session(stored)
+                if key is not None:
+                    self.store.remember(CREATE_SCOPE, key, digest, session_id)
+                turn_id = self.announce(stored, request.input, now)
+                room = self.backend.make_room(session_id, number)
+                for file in request.environment.files:
+                    install(room.workspace, file.path.removeprefix("/workspace/"), file.data, room.uid)
+        except (OSError, sqlite3.OperationalError) as error:
+            self.backend.remove_room(session_id)
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise unavailable(f"The session cannot be stored: {reason}.", "artifact_storage_unavailable") from None
         door = Door(request.bundle, self.client)
         live = Live(session_id, request.agent, harness, request.environment, room, door)
         self.live[session_id] = live
@@ -153,11 +156,14 @@ class Sessions:
 
     # ── events ────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, session_id: str, events: list[Message] | list[Cancel], key: str | None, digest: str) -> None:
+    def submit(self, session_id: str, events: InputEvents, key: str | None, digest: str) -> None:
         """Applies a batch whole or not at all. Raises ApiError."""
         stored = self.require(session_id)
         if key is not None and self.replayed(session_id, key, digest) is not None:
             return
+        for event in events:
+            if isinstance(event, ToolResult):  # no harness of this server has tools of the client
+                raise bad_request(f"Unknown pending tool call: {event.call_id}")
         messages = [event for event in events if isinstance(event, Message)]
         if messages:
             self.message(stored, [part for message in messages for part in message.content], key, digest)
@@ -214,29 +220,26 @@ class Sessions:
         await self.discard(session_id, live)
 
     async def discard(self, session_id: str, live: Live | None) -> None:
-        self.live.pop(session_id, None)
-        for task in list(live.tasks) if live else []:
-            while not task.done():  # before Python 3.12 asyncio.wait_for may swallow a cancel
-                task.cancel()
-                await asyncio.wait({task}, timeout=1)
-        self.forget(session_id)
-        if live is not None:
-            await asyncio.to_thread(remove_room, live.room)
-
-    def forget(self, session_id: str) -> None:
+        """Ends what is recorded first, so that nothing new can start; then what runs, then the files."""
         with self.store.transaction():
-            unused = self.store.delete_session(session_id)
-        for digest in unused:
-            self.blobs.remove(digest)
+            self.store.delete_session(session_id)
+        for task in list(live.tasks) if live else []:
+            task.cancel()
+            await asyncio.wait({task})
+        self.live.pop(session_id, None)
+        await asyncio.to_thread(self.remove_files, session_id)
+
+    def remove_files(self, session_id: str) -> None:
+        remove_tree(self.runner.blobs(session_id).root)
+        self.backend.remove_room(session_id)
 
     def delete_artifact(self, session_id: str, artifact_id: str) -> None:
-        found = self.store.artifact(session_id, artifact_id)
-        if found is None:
+        if self.store.artifact(session_id, artifact_id) is None:
             raise not_found()
         with self.store.transaction():
             self.store.delete_artifact(artifact_id)
-        if not self.store.digest_used(found[1]):
-            self.blobs.remove(found[1])
+        if self.active_turn(session_id) is None:  # else its capture may need the same bytes; its end cleans up
+            self.runner.blobs(session_id).keep(self.store.digests(session_id))
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────
 
@@ -267,24 +270,19 @@ class Sessions:
     # ── start and stop ────────────────────────────────────────────────────────────────────────────
 
     def recover(self) -> None:
-        """What a server that ended without notice left: running turns fail, half-prepared environments too."""
-        for turn in self.store.unfinished_turns():
-            stored = self.store.session(turn["session_id"])
-            if stored is None:
-                continue
-            live = self.revive(stored)
-            self.runner.fail(live, turn["id"], failures.RESTARTED)
-            self.live.pop(stored["id"], None)
+        """What a server that ended without notice left: half-prepared environments fail, running turns too."""
         for stored in self.all_sessions():
             if stored["_environment"]["status"] == "pending":
-                live = self.revive(stored)
-                failure = failures.sandbox_failure("initialization did not complete", "server_restarted")
-                self.runner.fail_environment(live, None, failure)
+                self.runner.fail_environment(self.revive(stored), None, failures.RESTARTED)
                 self.live.pop(stored["id"], None)
+        for turn in self.store.unfinished_turns():
+            stored = self.require(turn["session_id"])
+            recorder = Recorder.reopened(self.store, stored["id"], turn["id"])
+            self.runner.fail(self.revive(stored), turn["id"], failures.RESTARTED, recorder)
+            self.live.pop(stored["id"], None)
         known = {stored["id"] for stored in self.all_sessions()}
-        for room in self.backend.rooms_left():
-            if room.path.name not in known:
-                remove_room(room)
+        for name in {*self.backend.rooms_left(), *self.runner.blobs_left()} - known:
+            self.remove_files(name)
 
     def all_sessions(self) -> list[Doc]:
         found, after = list[Doc](), None
@@ -318,17 +316,6 @@ class Sessions:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=DELETE_WAIT_SECONDS)
-
-
-async def install_files(room: Room, environment: Environment) -> None:
-    def write() -> None:
-        for file in environment.files:
-            install(room.workspace, file.path.removeprefix("/workspace/"), file.data, room.uid)
-
-    if sum(len(file.data) for file in environment.files) > LARGE_BYTES:
-        await asyncio.to_thread(write)
-    else:
-        write()
 
 
 def digest_key(path: Path) -> bytes:

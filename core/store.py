@@ -36,7 +36,6 @@ CREATE INDEX items_by_turn ON items (turn_id, seq);
 CREATE TABLE artifacts (seq INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, session_id TEXT NOT NULL,
     path TEXT NOT NULL, sha256 TEXT NOT NULL, doc TEXT NOT NULL);
 CREATE INDEX artifacts_by_session ON artifacts (session_id, seq);
-CREATE INDEX artifacts_by_digest ON artifacts (sha256);
 CREATE TABLE events (seq INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, session_id TEXT NOT NULL, doc TEXT NOT NULL);
 CREATE INDEX events_by_session ON events (session_id, seq);
 CREATE TABLE idempotency (scope TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, session_id TEXT NOT NULL,
@@ -78,13 +77,17 @@ class Store:
         self.listeners: dict[str, set[Callable[[], None]]] = {}
         self.touched: set[str] = set()
         try:
-            self.db = sqlite3.connect(self.path, isolation_level=None)
+            self.db = sqlite3.connect(self.path, isolation_level=None, timeout=0)
             self.prepare()
+        except sqlite3.OperationalError as error:
+            hint = " by another server: use another --data" if "locked" in str(error) else ""
+            raise StoreUnavailable(f"cannot open {self.path}: {error}{hint}") from None
         except sqlite3.Error as error:
             raise StoreUnavailable(f"cannot open {self.path}: {error}") from None
 
     def prepare(self) -> None:
         self.path.chmod(0o600)
+        self.db.execute("PRAGMA locking_mode=EXCLUSIVE")  # a second server would fail the turns of the first
         self.db.execute("PRAGMA journal_mode=WAL")
         self.db.execute("PRAGMA synchronous=NORMAL")
         (version,) = self.db.execute("PRAGMA user_version").fetchone()
@@ -154,18 +157,13 @@ class Store:
         row = self.db.execute("SELECT seq FROM sessions WHERE id=?", (session_id,)).fetchone()
         return row[0] if row else None
 
-    def delete_session(self, session_id: str) -> list[str]:
-        """Removes all of a session but its id and idempotency key; returns digests that no artifact names now."""
-        digests = [row[0] for row in self.db.execute("SELECT sha256 FROM artifacts WHERE session_id=?", (session_id,))]
+    def delete_session(self, session_id: str) -> None:
+        """Removes all of a session but its id and idempotency key."""
         for table in ("turns", "items", "artifacts", "events"):
             self.db.execute(f"DELETE FROM {table} WHERE session_id=?", (session_id,))
         self.db.execute("DELETE FROM idempotency WHERE scope=?", (session_id,))
         self.db.execute("UPDATE sessions SET deleted=1, metadata='{}', doc='{}' WHERE id=?", (session_id,))
         self.touched.add(session_id)
-        return [digest for digest in set(digests) if not self.digest_used(digest)]
-
-    def digest_used(self, digest: str) -> bool:
-        return self.db.execute("SELECT 1 FROM artifacts WHERE sha256=? LIMIT 1", (digest,)).fetchone() is not None
 
     # ── turns, items, artifacts ───────────────────────────────────────────────────────────────────
 
@@ -195,6 +193,11 @@ class Store:
             (doc["id"], session_id, doc["turn_id"], dumps(doc)),
         )
 
+    def items(self, turn_id: str) -> list[Doc]:
+        """All items of a turn, in the order they were first seen."""
+        rows = self.db.execute("SELECT doc FROM items WHERE turn_id=? ORDER BY seq", (turn_id,))
+        return [json.loads(row[0]) for row in rows.fetchall()]
+
     def add_artifact(self, doc: Doc, digest: str) -> None:
         self.db.execute(
             "INSERT INTO artifacts (id, session_id, path, sha256, doc) VALUES (?,?,?,?,?)",
@@ -210,6 +213,10 @@ class Store:
 
     def delete_artifact(self, artifact_id: str) -> None:
         self.db.execute("DELETE FROM artifacts WHERE id=?", (artifact_id,))
+
+    def digests(self, session_id: str) -> set[str]:
+        """What the session's artifacts hold."""
+        return {row[0] for row in self.db.execute("SELECT sha256 FROM artifacts WHERE session_id=?", (session_id,))}
 
     def published(self, session_id: str) -> dict[str, str]:
         """Path → digest of the latest artifact of each path."""

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from core import failures
@@ -25,6 +26,7 @@ from core.recorder import Recorder
 from core.sandbox import CONTAINER_SIZES, OUTPUTS, Backend, Command, Limits, Room, Sandbox, SandboxFailed
 from core.sandbox.rooms import install, open_up
 from core.store import Store, new_id
+from core.waiting import within
 from core.wire import Agent, Environment
 
 CHUNK_BYTES = 1 << 16
@@ -73,11 +75,19 @@ class Outcome:
 class TurnRunner:
     """Runs turns with at most `slots` sandboxes at a time; first come, first served."""
 
-    def __init__(self, store: Store, backend: Backend, blobs: Blobs, slots: int) -> None:
+    def __init__(self, store: Store, backend: Backend, blobs: Path, slots: int) -> None:
         self.store = store
         self.backend = backend
-        self.blobs = blobs
+        self.blob_root = blobs
         self.slots = asyncio.Semaphore(slots)
+        blobs.mkdir(mode=0o700, exist_ok=True)
+
+    def blobs(self, session_id: str) -> Blobs:
+        return Blobs(self.blob_root / session_id)
+
+    def blobs_left(self) -> list[str]:
+        """Sessions with blobs on disk, of this server or of an earlier one."""
+        return [path.name for path in self.blob_root.iterdir()]
 
     async def run(self, live: Live, turn_id: str | None) -> None:
         """Prepares the session if it is not, then runs the turn, if any. Any defect here fails the turn."""
@@ -101,10 +111,10 @@ class TurnRunner:
         self.move_environment(live, turn_id, "pending")
         failure = None
         try:
-            failure = await asyncio.wait_for(self.setup(live), PREPARATION_SECONDS)
-        except TimeoutError:
+            failure = await within(PREPARATION_SECONDS, self.setup(live))
+        except asyncio.TimeoutError:
             failure = failures.sandbox_failure("initialization did not complete", "preparation_timeout")
-        except SandboxFailed as error:
+        except (SandboxFailed, OSError) as error:
             failure = failures.sandbox_failure(f"The sandbox did not start: {error}", "sandbox_lost")
         if failure is None:
             self.move_environment(live, turn_id, "ready")
@@ -128,7 +138,7 @@ class TurnRunner:
         )
         draining = asyncio.create_task(drain(sandbox.stdout))
         try:
-            return await asyncio.wait_for(sandbox.wait(), STEP_SECONDS)
+            return await within(STEP_SECONDS, sandbox.wait())
         finally:
             sandbox.kill()
             close_door(sandbox)
@@ -148,9 +158,11 @@ class TurnRunner:
             self.store.add_event(live.session_id, f"{PREFIX}environment.{status}", members)
 
     def fail_environment(self, live: Live, turn_id: str | None, failure: Failure) -> None:
+        """Also fails the turn that waits, which is not the one of `turn_id` when that was cancelled meanwhile."""
         self.move_environment(live, turn_id, "failed", failure.message)
-        if turn_id is not None and self.turn(live, turn_id)["status"] not in TERMINAL:
-            self.fail(live, turn_id, failure)
+        turns = self.store.turns(live.session_id)
+        if turns and turns[-1]["status"] not in TERMINAL:
+            self.fail(live, turns[-1]["id"], failure)
         else:
             with self.store.transaction():
                 self.session_event(live, "failed")
@@ -258,21 +270,22 @@ class TurnRunner:
             self.fail(live, turn_id, failure, recorder)
 
     async def complete(self, live: Live, turn_id: str, recorder: Recorder) -> None:
+        blobs = self.blobs(live.session_id)
         try:
             open_up(live.room)
-            found = await asyncio.to_thread(capture, live.room.workspace, OUTPUTS, self.blobs)
+            found = await asyncio.to_thread(capture, live.room.workspace, OUTPUTS, blobs)
+            now = int(time.time())
+            with self.store.transaction():
+                recorder.abandon()
+                self.publish(live, turn_id, found, now)
+                recorder.warnings += found.skipped
+                self.end(live, turn_id, "completed", recorder, now)
         except CaptureFailed as error:
             self.fail(live, turn_id, failures.capture_failure(str(error)), recorder)
-            return
         except OSError as error:
             self.fail(live, turn_id, failures.storage_failure(error.strerror or "I/O error"), recorder)
-            return
-        now = int(time.time())
-        with self.store.transaction():
-            recorder.abandon()
-            self.publish(live, turn_id, found, now)
-            recorder.warnings += found.skipped
-            self.end(live, turn_id, "completed", recorder, now)
+        finally:
+            blobs.keep(self.store.digests(live.session_id))
 
     def publish(self, live: Live, turn_id: str, found: Capture, now: int) -> None:
         """A later turn publishes a path again only when its content changed."""

@@ -26,11 +26,13 @@ INPUT_BYTES = 512 << 10
 PATH_BYTES = 4096
 METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 KEY_BYTES = 16 << 10
+ENV_NAMES = 1000
+STRING_BYTES, STRINGS_BYTES = 100 << 10, 1 << 20  # of an argument or variable: Linux takes 128 KiB each, 2 MiB in all
 EVENTS_PER_BATCH = 64
 PROTOCOLS = ("anthropic", "responses", "chat_completions")
 RESERVED_ENV = re.compile(r"PATH|OPENAI_API_KEY|OAC_.*|CODEX_.*")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-RESERVED_PATHS = re.compile(r"/workspace/(\.codex(/.*)?|\.managed-agents[^/]*(/.*)?|outputs)")
+RESERVED_PATHS = re.compile(r"/workspace/(\.codex(/.*)?|\.managed-agents[^/]*(/.*)?|outputs)", re.DOTALL)
 SUPPORTED_ACCESS = "disabled"
 
 Doc = dict[str, Any]
@@ -45,12 +47,12 @@ def parse_object(data: bytes) -> Doc:
         raise bad_request("The request body is empty; send a JSON object.")
     try:
         value = json.loads(data.decode(), object_pairs_hook=unique_members, parse_constant=refuse_constant)
+        if b"\\u" in data:
+            refuse_text(value, "")
     except (ValueError, RecursionError) as error:
         raise bad_request(f"The request body is not valid JSON: {short(error)}") from None
     if not isinstance(value, dict):
         raise bad_request("The request body must be a JSON object.")
-    if b"\\u0000" in data or b"\0" in data:
-        refuse_nul(value, "")
     return value
 
 
@@ -70,16 +72,20 @@ def refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-def refuse_nul(value: Any, path: str) -> None:
-    if isinstance(value, str) and "\0" in value:
-        raise bad_request("U+0000 is not allowed in a string.", path or None)
-    if isinstance(value, dict):
+def refuse_text(value: Any, path: str) -> None:
+    """Escapes can spell what no UTF-8 text holds, and a NUL, which no path, argument or variable can hold."""
+    if isinstance(value, str):
+        if "\0" in value:
+            raise bad_request("U+0000 is not allowed in a string.", path or None)
+        if has_surrogates(value):
+            raise bad_request("A string holds half of a surrogate pair, which is not Unicode text.", path or None)
+    elif isinstance(value, dict):
         for name, member in value.items():
-            refuse_nul(name, path)
-            refuse_nul(member, f"{path}.{name}".lstrip("."))
-    if isinstance(value, list):
+            refuse_text(name, path)
+            refuse_text(member, f"{path}.{name}".lstrip("."))
+    elif isinstance(value, list):
         for index, member in enumerate(value):
-            refuse_nul(member, f"{path}[{index}]")
+            refuse_text(member, f"{path}[{index}]")
 
 
 class Members:
@@ -144,7 +150,8 @@ class Members:
 
 
 def same(value: Any, allowed: Any) -> bool:
-    return type(value) is type(allowed) and bool(value == allowed)
+    """Equality as JSON has it: 0 is not false."""
+    return json.dumps(value, sort_keys=True) == json.dumps(allowed, sort_keys=True)
 
 
 # ── session create ────────────────────────────────────────────────────────────────────────────────
@@ -209,9 +216,8 @@ def parse_session_create(body: Doc) -> SessionCreate:
     if members.take("agent_id", str, "a string") is not None:
         raise unsupported("Saved agents are not supported by this server; send 'agent'.", "agent_id")
     raw_agent = members.take("agent", dict, "an object", required=True)
-    agent_extension = Members(dict(raw_agent).pop("x_agents_core", None) or {}, "agent.x_agents_core")
-    top_extension = Members(members.take("x_agents_core", dict, "an object") or {}, "x_agents_core")
-    agent = parse_agent(Members(raw_agent, "agent"), agent_extension, top_extension)
+    top_extension = members.members("x_agents_core") or Members({}, "x_agents_core")
+    agent = parse_agent(Members(raw_agent, "agent"), top_extension)
     bundle = parse_bundle(top_extension)
     top_extension.neutral("environment")
     top_extension.neutral("limits")
@@ -238,8 +244,8 @@ def parse_session_create(body: Doc) -> SessionCreate:
     return SessionCreate(agent, environment, content, metadata, bundle, stream)
 
 
-def parse_agent(agent: Members, extension: Members, top: Members) -> Agent:
-    agent.rest.pop("x_agents_core", None)
+def parse_agent(agent: Members, top: Members) -> Agent:
+    extension = agent.members("x_agents_core") or Members({}, "agent.x_agents_core")
     model = agent.string("model", longest=1024)
     instructions = agent.string("instructions", longest=INPUT_BYTES)
     agent.neutral("name")
@@ -257,10 +263,9 @@ def parse_agent(agent: Members, extension: Members, top: Members) -> Agent:
         text.done()
     agent.done()
     harness = extension.string("harness")
-    config = top.take("harness_config", dict, "an object") or extension.take("harness_config", dict, "an object")
-    extension.rest.pop("harness_config", None)
+    own, winning = (holder.take("harness_config", dict, "an object") for holder in (extension, top))
     extension.done()
-    return Agent(model, instructions, verbosity, harness, config or {})
+    return Agent(model, instructions, verbosity, harness, (own if winning is None else winning) or {})
 
 
 def parse_bundle(extension: Members) -> Bundle | None:
@@ -461,7 +466,7 @@ def check_path(path: str, param: str) -> None:
     """Absolute, canonical, below /workspace/, and nothing that the server or a harness keeps there."""
     parts = path.split("/")
     canonical = parts[:2] == ["", "workspace"] and len(parts) > 2 and not {"", ".", ".."} & set(parts[1:])
-    if not canonical or "\\" in path or "\0" in path or has_surrogates(path):
+    if not canonical or "\\" in path:
         raise bad_request(f"'{param}' must be a canonical path below /workspace/.", param)
     if len(path.encode()) > PATH_BYTES or any(len(part.encode()) > 255 for part in parts):
         raise bad_request(f"'{param}' must be at most {PATH_BYTES} bytes, and each name at most 255.", param)
@@ -470,22 +475,34 @@ def check_path(path: str, param: str) -> None:
 
 
 def has_surrogates(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def parse_env(values: Doc) -> dict[str, str]:
     for name, value in values.items():
         param = f"environment.env.{name}"
-        if not isinstance(value, str) or has_surrogates(value):
+        if not isinstance(value, str):
             raise bad_request(f"'{param}' must be a string.", param)
         if not ENV_NAME.fullmatch(name) or RESERVED_ENV.fullmatch(name):
             raise bad_request(f"'{param}' is not an allowed name.", param)
+        if len(name) + len(value.encode()) > STRING_BYTES:
+            raise bad_request(f"'{param}' must be at most {STRING_BYTES} bytes with its name.", param)
+    if (
+        len(values) > ENV_NAMES
+        or sum(len(name) + len(value.encode()) for name, value in values.items()) > STRINGS_BYTES
+    ):
+        limits = f"{ENV_NAMES} names and {STRINGS_BYTES} bytes"
+        raise bad_request(f"'environment.env' holds at most {limits}.", "environment.env")
     return dict(values)
 
 
 def parse_setup(value: Any, index: int) -> tuple[str, str]:
     members = Members(value, f"environment.setup_commands[{index}]")
-    command = members.string("command", required=True, longest=INPUT_BYTES)
+    command = members.string("command", required=True, longest=STRING_BYTES)
     directory = members.string("cwd", longest=PATH_BYTES) or "/workspace"
     members.done()
     assert command is not None
@@ -505,7 +522,15 @@ class Cancel:
     pass
 
 
-def parse_events(body: Doc) -> list[Message] | list[Cancel]:
+@dataclass(frozen=True)
+class ToolResult:
+    call_id: str
+
+
+InputEvents = list[Message] | list[Cancel] | list[ToolResult]
+
+
+def parse_events(body: Doc) -> InputEvents:
     """One kind per batch. Raises ApiError."""
     members = Members(body)
     values = members.take("events", list, "a list", required=True)
@@ -515,12 +540,13 @@ def parse_events(body: Doc) -> list[Message] | list[Cancel]:
     parsed = [parse_event(value, f"events[{index}]") for index, value in enumerate(values)]
     messages = [event for event in parsed if isinstance(event, Message)]
     cancels = [event for event in parsed if isinstance(event, Cancel)]
-    if messages and cancels:
+    results = [event for event in parsed if isinstance(event, ToolResult)]
+    if len(parsed) not in (len(messages), len(cancels), len(results)):
         raise bad_request("'events' must be of one kind.", "events")
-    return messages or cancels
+    return messages or cancels or results
 
 
-def parse_event(value: Any, path: str) -> Message | Cancel:
+def parse_event(value: Any, path: str) -> Message | Cancel | ToolResult:
     event = Members(value, path)
     kind = event.string("type", required=True)
     prefix = "agent.session.input."
@@ -532,8 +558,23 @@ def parse_event(value: Any, path: str) -> Message | Cancel:
         event.done()
         return Cancel()
     if kind == f"{prefix}tool_result":
-        raise bad_request(f"Unknown pending tool call: {event.string('call_id', required=True)}", f"{path}.call_id")
+        return parse_tool_result(event)
     raise bad_request(f"'{path}.type' is not an input event of this server.", f"{path}.type")
+
+
+def parse_tool_result(event: Members) -> ToolResult:
+    event.string("turn_id", required=True)
+    call_id = event.string("call_id", required=True)
+    success = event.take("success", bool, "a boolean", required=True)
+    output = event.take("output", (str, list), "a string or a list of content parts")
+    for index, part in enumerate(output if isinstance(output, list) else []):
+        parse_part(part, f"{event.at('output')}[{index}]")
+    error = event.string("error")
+    event.done()
+    if (error if success else output) is not None:
+        raise bad_request("A result has 'output' when it succeeded and 'error' when it did not.", event.path)
+    assert call_id is not None
+    return ToolResult(call_id)
 
 
 def parse_session_update(body: Doc) -> dict[str, str] | None:
@@ -570,14 +611,14 @@ class Query:
             raise bad_request(f"Failed to deserialize query string: duplicate field `{key}`")
         return values[0] if values else None
 
-    def bracketed(self, name: str) -> dict[str, str]:
-        """`name[key]=value` pairs."""
-        found = dict[str, str]()
-        for key, value in self.pairs:
-            if key.startswith(f"{name}[") and key.endswith("]"):
-                self.one(key)
-                found[key[len(name) + 1 : -1]] = value
-        return found
+    def metadata(self) -> dict[str, str]:
+        """The `metadata[key]=value` pairs, at most as many as a session can have."""
+        pairs = [pair for pair in self.pairs if pair[0].startswith("metadata[") and pair[0].endswith("]")]
+        for key, _ in pairs[: METADATA_PAIRS + 1]:
+            self.one(key)
+        if len(pairs) > METADATA_PAIRS:
+            raise bad_request(f"At most {METADATA_PAIRS} metadata pairs can be asked for.")
+        return {key[len("metadata[") : -1]: value for key, value in pairs}
 
     def paging(self, *, clamp: bool) -> Paging:
         """Precedence: duplicate key, limit, order. `clamp` or refuse a limit outside 1 to 100."""

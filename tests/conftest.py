@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -17,11 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
+from model_endpoint import ModelEndpoint, model_endpoint
 
 ROOT = Path(__file__).parents[1]
 NO_NETWORK = {"access": "disabled"}
+HOSTED = {"type": "openai_hosted", "network": NO_NETWORK}
+SHELL = {"x_agents_core": {"harness": "shell"}}
+MESSAGE = "agent.session.input.message"
+CANCEL: list[Any] = [{"type": "agent.session.input.cancel"}]
 TERMINAL = ("completed", "failed", "cancelled")
 PROTOCOLS = {"codex": "responses", "claude_sdk": "anthropic"}
 
@@ -44,14 +51,17 @@ def start_service(
     *arguments: str,
     first_line: str = "",
     env: dict[str, str] | None = None,
+    log: Path | None = None,
     python: tuple[str, ...] = (sys.executable,),
     cwd: Path = ROOT,
 ) -> Service:
+    errors = log.open("ab") if log else None
     process = subprocess.Popen(
         [*python, "-m", *arguments, "--exit-with-stdin"],
         cwd=cwd,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=errors,
         text=True,
         env={**os.environ, **(env or {})},
     )
@@ -60,7 +70,9 @@ def start_service(
     process.stdin.flush()
     lines = [process.stdout.readline(), process.stdout.readline()]
     exports = dict(re.findall(r"export (\w+)='(.*)'", "".join(lines)))
-    assert len(exports) == 2, f"{arguments} did not start: exit status {process.poll()}, printed {lines}"
+    if len(exports) != 2:
+        code = process.wait(timeout=20)
+        raise AssertionError(f"{arguments} did not start: exit status {code}, printed {lines}")
     return Service(process, exports)
 
 
@@ -90,6 +102,20 @@ class Core:
         return self.service.exports["OPENAI_API_KEY"]
 
     @property
+    def headers(self) -> dict[str, str]:
+        beta = {"OpenAI-Beta": "agents=v1", "Content-Type": "application/json"}
+        return {"Authorization": f"Bearer {self.key}", **beta}
+
+    @functools.cached_property
+    def raw(self) -> httpx.Client:
+        """For what the stock client cannot send."""
+        return httpx.Client(base_url=self.url, headers=self.headers, timeout=60, trust_env=False)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.raw.post(path, content=data, headers={name.replace("_", "-"): v for name, v in headers.items()})
+
+    @property
     def agents(self) -> Any:
         return self.client.beta.agents
 
@@ -103,6 +129,33 @@ class Core:
         agent = {"x_agents_core": {"harness": "shell"}}
         given = {} if script is None else {"input": script}
         return self.sessions.create(agent=agent, environment=environment, **given, **options)
+
+    def agent(self, harness: str, bundle: dict[str, Any], text: str | None = "go", **options: Any) -> Any:
+        """A session of a harness that calls the model of `bundle`."""
+        given = {} if text is None else {"input": text}
+        return self.sessions.create(
+            agent={"model": "m", "x_agents_core": {"harness": harness}},
+            environment={**HOSTED, **options.pop("environment", {})},
+            extra_body={"x_agents_core": {"model_provider": bundle}},
+            **given,
+            **options,
+        )
+
+    def say(self, session_id: str, text: str, **options: Any) -> None:
+        message = {"role": "user", "content": [{"type": "input_text", "text": text}]}
+        self.sessions.events.create(session_id, events=[{"type": MESSAGE, "input": [message]}], **options)
+
+    def cancel(self, session_id: str) -> None:
+        self.sessions.events.create(session_id, events=CANCEL)
+
+    def running(self, session_id: str, number: int = 1) -> Any:
+        """The turn of that number once it runs."""
+
+        def begun() -> Any:
+            turns = list(self.sessions.turns.list(session_id, order="asc"))
+            return turns[number - 1] if len(turns) >= number and turns[number - 1].status != "queued" else None
+
+        return until(begun)
 
     def turn(self, session_id: str, number: int = 1, seconds: float = 60) -> Any:
         """The session's turn of that number once it is over."""
@@ -152,6 +205,23 @@ def core() -> Iterator[Core]:
     """One server for all tests that do not stop it."""
     with service("core", "serve") as running:
         yield connect(running)
+
+
+@pytest.fixture(scope="session")
+def model() -> Iterator[ModelEndpoint]:
+    """A model endpoint that can be told to misbehave."""
+    with model_endpoint() as endpoint:
+        yield endpoint
+
+
+def seen_in_processes(mark: str) -> bool:
+    """Whether any process of this machine has `mark` in its command line."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if mark.encode() in (entry / "cmdline").read_bytes():
+                    return True
+    return False
 
 
 USER = 54321  # an unprivileged user id; nobody needs to have it

@@ -39,7 +39,8 @@ from core.sandbox import (
 )
 from core.sandbox.launcher import FILTER_FD, MESSAGE_BYTES, STAGE
 from core.sandbox.limits import Cgroups, watch_memory
-from core.sandbox.rooms import make_room, remove_room
+from core.sandbox.rooms import make_room, remove_tree
+from core.waiting import within
 
 AGENT_UID = 1000
 UID_RANGES = ((1_900_000_000, 100_000), (60_000, 5_000))  # first host uid, how many; the first that is mapped
@@ -206,10 +207,10 @@ class BubblewrapBackend:
             sandbox = await self.run(Command(["/bin/sh", "-c", "exit 7"], {}), room, CONTAINER_SIZES["small"])
             code = await asyncio.wait_for(sandbox.wait(), START_SECONDS)
             said = await sandbox.stderr.read() if sandbox.stderr else b""
-        except (SandboxFailed, TimeoutError) as error:
+        except (SandboxFailed, asyncio.TimeoutError) as error:
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=str(error) or "no answer")) from None
         finally:
-            remove_room(room)
+            self.remove_room("trial")
         if code != 7:
             reason = said.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=reason[0]))
@@ -234,9 +235,12 @@ class BubblewrapBackend:
         uid = None if self.uids is None else self.uids[0] + (self.first_number + number) % self.uids[1]
         return make_room(self.rooms / name, uid)
 
-    def rooms_left(self) -> list[Room]:
-        """Rooms on disk, of this server or of an earlier one with the same data directory."""
-        return [Room(path, None) for path in self.rooms.iterdir() if path.is_dir()]
+    def remove_room(self, name: str) -> None:
+        remove_tree(self.rooms / name)
+
+    def rooms_left(self) -> list[str]:
+        """Names of rooms on disk, of this server or of an earlier one with the same data directory."""
+        return [path.name for path in self.rooms.iterdir()]
 
     async def run(self, command: Command, room: Room, limits: Limits) -> BubblewrapSandbox:
         """Starts a payload and returns once it is under way. Raises SandboxFailed."""
@@ -246,18 +250,26 @@ class BubblewrapBackend:
         sandbox = BubblewrapSandbox(self, name, limits, groups)
         self.running[name] = sandbox
         try:
-            await self.launch(sandbox, command, room, limits)
-            # Not wait_for: before Python 3.12 it may swallow a cancel.
-            await asyncio.wait({sandbox.started}, timeout=START_SECONDS)
-            if not sandbox.started.done():
-                raise SandboxFailed(f"the sandbox did not start within {START_SECONDS:g} s")
-            sandbox.started.result()
+            reading = self.launch(sandbox, command, room, limits)
+        except BaseException:
+            sandbox.finish(-1)  # the launcher knows nothing of it
+            raise
+        try:
+            # Shielded: cancelled in the middle, uvloop closes the descriptor twice, the second time another's.
+            readers = await asyncio.shield(asyncio.gather(*map(read_pipe, reading)))
+            sandbox.stdout, sandbox.stderr = readers[0], (None if command.merge_stderr else readers[1])
+            await within(START_SECONDS, asyncio.shield(sandbox.started))
+        except asyncio.TimeoutError:
+            sandbox.kill()
+            raise SandboxFailed(f"the sandbox did not start within {START_SECONDS:g} s") from None
         except BaseException:
             sandbox.kill()
+            await asyncio.wait({sandbox.ended}, timeout=START_SECONDS)
             raise
         return sandbox
 
-    async def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits) -> None:
+    def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits) -> list[int]:
+        """Hands a payload to the launcher; returns the reading ends of its output, and of its errors if apart."""
         options = [*self.fixed_options, *room_options(room, limits), *environment_options(command.env)]
         request = {
             "action": "start",
@@ -281,9 +293,7 @@ class BubblewrapBackend:
         finally:
             for descriptor in set(handed):
                 os.close(descriptor)
-        # Shielded: cancelled in the middle, uvloop closes the descriptor twice, the second time another's.
-        readers = await asyncio.shield(asyncio.gather(*map(read_pipe, reading)))
-        sandbox.stdout, sandbox.stderr = readers[0], (None if command.merge_stderr else readers[1])
+        return reading
 
     def send(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
         if self.control is None:

@@ -174,6 +174,7 @@ class Child:
     status: int
     told: bytes = b""
     first: int | None = None
+    doomed: bool = False
     code: int | None = None
 
 
@@ -225,6 +226,8 @@ class Launcher:
             if "child-pid" in report:
                 child.first = report["child-pid"]
                 self.send({"id": child.name, "event": "started", "namespace": namespace_of(child.first)})
+                if child.doomed:
+                    self.kill(child)
             elif "failed" in report:
                 self.send({"id": child.name, "event": "failed", "message": report["failed"]})
 
@@ -235,9 +238,12 @@ class Launcher:
             os.kill(int(children.split()[0]), signal.SIGTERM)
 
     def kill(self, child: Child) -> None:
-        """SIGKILL to the namespace's first process, hence to all; before it exists, to bwrap."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.bwrap if child.first is None else child.first, signal.SIGKILL)
+        """SIGKILL to the namespace's first process, hence to all; as soon as it is known. Without bwrap, which may
+        have made it and not told yet, it would live on."""
+        child.doomed = True
+        if child.first is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.first, signal.SIGKILL)
 
     def reap(self) -> None:
         """Reports the sandboxes of which nothing is left."""

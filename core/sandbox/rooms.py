@@ -37,12 +37,12 @@ def open_up(room: Room) -> None:
 def install(root: Path, relative: str, data: bytes, uid: int | None) -> None:
     """Writes a file below `root`, mode 0644, making its parents; what stands in the way of either is removed."""
     *parents, name = relative.split("/")
-    with contextlib.ExitStack() as stack:
-        directory = os.open(root, DIRECTORY)
-        stack.callback(os.close, directory)
+    directory = os.open(root, DIRECTORY)
+    try:
         for parent in parents:
-            directory = enter(directory, parent, uid)
-            stack.callback(os.close, directory)
+            entered = enter(directory, parent, uid)
+            os.close(directory)
+            directory = entered
         clear(directory, name)
         file = os.open(
             name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=directory
@@ -52,6 +52,8 @@ def install(root: Path, relative: str, data: bytes, uid: int | None) -> None:
             os.fchmod(file, 0o644)
             if uid is not None:
                 os.fchown(file, uid, uid)
+    finally:
+        os.close(directory)
 
 
 def enter(directory: int, name: str, uid: int | None) -> int:
@@ -81,12 +83,8 @@ def clear(directory: int, name: str) -> None:
             os.unlink(name, dir_fd=directory)
 
 
-def remove_room(room: Room) -> None:
-    """Removes the directories, whatever the agent made of their modes, depth and names."""
-    remove_tree(room.path)
-
-
 def remove_tree(path: Path) -> None:
+    """Removes a directory, whatever an agent made of the modes, depth and names below it."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
