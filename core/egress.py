@@ -29,6 +29,7 @@ import httpx
 from core.budget import Budget, Ceilings
 from core.proxy import Network, TunnelRefused, open_tunnel, pump
 from core.sandbox.launcher import DOOR_HOST, DOOR_PORT
+from core.waiting import within
 from core.wire import Bundle
 
 BODY_BYTES = 32 << 20
@@ -340,7 +341,7 @@ class Connection:
 
     async def event(self) -> Any:
         while (event := self.http.next_event()) is h11.NEED_DATA:
-            self.http.receive_data(await asyncio.wait_for(self.reader.read(CHUNK_BYTES), IDLE_SECONDS))
+            self.http.receive_data(await within(IDLE_SECONDS, self.reader.read(CHUNK_BYTES)))
         return event
 
     async def one(self) -> bool:

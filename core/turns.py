@@ -24,9 +24,11 @@ from core.failures import Failure
 from core.harnesses import Effect, Ended, Harness, OutputReader, Thread, TurnRequest
 from core.recorder import Recorder
 from core.sandbox import CONTAINER_SIZES, OUTPUTS, Backend, Command, Limits, Room, Sandbox, SandboxFailed
+from core.sandbox.pipes import PipeReader
 from core.sandbox.rooms import install, open_up
 from core.store import Store, new_id
 from core.traces import span
+from core.waiting import within
 from core.wire import Agent, Environment
 
 CHUNK_BYTES = 1 << 16
@@ -119,7 +121,7 @@ class TurnRunner:
         self.move_environment(live, turn_id, "pending")
         failure = None
         try:
-            failure = await asyncio.wait_for(self.setup(live), PREPARATION_SECONDS)
+            failure = await within(PREPARATION_SECONDS, self.setup(live))
         except asyncio.TimeoutError:
             failure = failures.sandbox_failure("initialization did not complete", "preparation_timeout")
         except (SandboxFailed, OSError) as error:
@@ -150,7 +152,7 @@ class TurnRunner:
         draining = asyncio.create_task(drain(sandbox.stdout))
         try:
             async with self.opened(live, sandbox):
-                return await asyncio.wait_for(sandbox.wait(), STEP_SECONDS)
+                return await within(STEP_SECONDS, sandbox.wait())
         finally:
             sandbox.kill()
             await sandbox.wait()
@@ -407,7 +409,7 @@ class Output:
         self.ended: Ended | None = None
         self.over = asyncio.Event()
 
-    async def follow(self, stream: asyncio.StreamReader) -> None:
+    async def follow(self, stream: PipeReader) -> None:
         """Reads to the end of the stream; what comes behind the terminal event is thrown away."""
         lines = Lines(LINE_BYTES) if self.reader.lines else None
         try:
@@ -457,12 +459,12 @@ class Lines:
         return whole
 
 
-async def drain(stream: asyncio.StreamReader) -> None:
+async def drain(stream: PipeReader) -> None:
     while await stream.read(CHUNK_BYTES):
         pass
 
 
-async def tail(stream: asyncio.StreamReader | None, size: int) -> bytes:
+async def tail(stream: PipeReader | None, size: int) -> bytes:
     """The last `size` bytes of a stream, read to its end."""
     kept = bytearray()
     while stream is not None and (chunk := await stream.read(CHUNK_BYTES)):

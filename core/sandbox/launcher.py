@@ -177,6 +177,7 @@ class Child:
     status: int
     told: bytes = b""
     first: int | None = None
+    doomed: bool = False
     code: int | None = None
     deadline: float = math.inf  # monotonic seconds
 
@@ -231,6 +232,8 @@ class Launcher:
             if "child-pid" in report:
                 child.first = report["child-pid"]
                 self.send({"id": child.name, "event": "started", "namespace": namespace_of(child.first)})
+                if child.doomed:
+                    self.kill(child)
             elif "failed" in report:
                 self.send({"id": child.name, "event": "failed", "message": report["failed"]})
 
@@ -241,9 +244,12 @@ class Launcher:
             os.kill(int(children.split()[0]), signal.SIGTERM)
 
     def kill(self, child: Child) -> None:
-        """SIGKILL to the namespace's first process, hence to all; before it exists, to bwrap."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.bwrap if child.first is None else child.first, signal.SIGKILL)
+        """SIGKILL to the namespace's first process, hence to all; as soon as it is known. Without bwrap, which may
+        have made it and not told yet, it would live on."""
+        child.doomed = True
+        if child.first is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.first, signal.SIGKILL)
 
     def reap(self) -> None:
         """Reports the sandboxes of which nothing is left."""
@@ -255,9 +261,20 @@ class Launcher:
                 while child.status >= 0:
                     self.read_status(child)
                 child.code = os.waitstatus_to_exitcode(status)
+                self.kill_orphans()
             if child.first is None or self.gone(child.first):
                 del self.children[child.name]
                 self.send({"id": child.name, "event": "exit", "code": child.code})
+
+    def kill_orphans(self) -> None:
+        """Ends what lost its bwrap: killed early, that leaves behind a first process that waits for it for ever."""
+        bwraps = {child.bwrap for child in self.children.values() if child.code is None}
+        firsts = {child.first for child in self.children.values()}
+        for pid in map(int, Path("/proc/self/task/1/children").read_text().split()):
+            if pid not in bwraps:
+                os.kill(pid, signal.SIGKILL)
+                if pid not in firsts:
+                    os.waitpid(pid, 0)
 
     def gone(self, first: int) -> bool:
         """bwrap may end before the namespace's first process does, which the launcher then inherits."""

@@ -1,0 +1,603 @@
+"""Tests of rl_eval.py that need no network, no deployment and no `openai` package.
+
+    python3 rl_eval_test.py        or        pytest rl_eval_test.py
+
+Grading, statistics, tasks, the plan, the record and the options. What needs a deployment is in
+tests/test_script.py. The ids G1 to T16 name the rows of the acceptance trials.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rl_eval
+from rl_eval import Json, Pair, Refused, Result, Task
+
+BUNDLED = ["failed-logins", "inventory-bug", "orders-json", "salaries-sqlite", "sales-by-region"]
+
+
+# --- Grading ----------------------------------------------------------------------------------
+
+HUGE = "9" * 400
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "reward"),
+    [
+        pytest.param({"x": 1}, '{"x":1,"y":9}', 1.0, id="G1"),
+        pytest.param({"x": 1, "y": 2}, '{"x":1}', 0.0, id="G2"),
+        pytest.param({"x": None}, "{}", 0.0, id="G3-missing"),
+        pytest.param({"x": None}, '{"x":null}', 1.0, id="G3-null"),
+        pytest.param({"x": None}, '{"x":0}', 0.0, id="G3-zero"),
+        pytest.param({"x": 1}, '{"x":true}', 0.0, id="G4-true"),
+        pytest.param({"x": 1}, '{"x":"1"}', 0.0, id="G4-text"),
+        pytest.param({"x": 1}, '{"x":"1.0"}', 0.0, id="G4-decimal-text"),
+        pytest.param({"x": 1}, '{"x":[1]}', 0.0, id="G4-list"),
+        pytest.param({"x": 1}, '{"x":1.0}', 1.0, id="G4-float"),
+        pytest.param({"x": True}, '{"x":1}', 0.0, id="G5-one"),
+        pytest.param({"x": True}, '{"x":"true"}', 0.0, id="G5-text"),
+        pytest.param({"x": True}, '{"x":false}', 0.0, id="G5-false"),
+        pytest.param({"x": True}, '{"x":true}', 1.0, id="G5-true"),
+        pytest.param({"x": 0}, '{"x":1e-12}', 1.0, id="G6-floor"),
+        pytest.param({"x": 0}, '{"x":0.001}', 0.0, id="G6-beyond"),
+        pytest.param({"x": 0}, '{"x":-0.0}', 1.0, id="G6-negative-zero"),
+        pytest.param({"x": 0}, '{"x":false}', 0.0, id="G6-false"),
+        pytest.param({"x": 0.00354}, '{"x":0.004}', 0.0, id="G7-rounded"),
+        pytest.param({"x": 0.00354}, '{"x":0.003540000001}', 1.0, id="G7-near"),
+        pytest.param({"x": 5.5}, '{"x":-5.5}', 0.0, id="G7-sign"),
+        pytest.param({"x": 1000000}, '{"x":1000000.9}', 1.0, id="relative-inside"),
+        pytest.param({"x": 1000000}, '{"x":1000001.1}', 0.0, id="relative-outside"),
+        pytest.param({"x": 1}, '{"x":NaN}', 0.0, id="G8-nan"),
+        pytest.param({"x": 1}, '{"x":Infinity}', 0.0, id="G8-infinity"),
+        pytest.param({"x": 1}, '{"x":-Infinity}', 0.0, id="G8-minus-infinity"),
+        pytest.param({"x": 1}, '{"x":1,"y":NaN}', 0.0, id="G8-elsewhere"),
+        pytest.param({"x": 1}, '{"x":1e400}', 0.0, id="G9"),
+        pytest.param({"x": int(HUGE)}, f'{{"x":{HUGE}}}', 1.0, id="G10-same"),
+        pytest.param({"x": int(HUGE)}, f'{{"x":8{HUGE[1:]}}}', 0.0, id="G10-off"),
+        pytest.param({"x": int(HUGE)}, '{"x":1.5}', 0.0, id="G10-float"),
+        pytest.param({"x": 1.5}, f'{{"x":{HUGE}}}', 0.0, id="G10-float-expected"),
+        pytest.param({"x": 1}, f'{{"x":{"7" * 5000}}}', 0.0, id="G11"),
+        pytest.param({"s": "abc"}, '{"s":" abc\\n"}', 1.0, id="G12"),
+        pytest.param({"s": "abc"}, '{"s":"\u00a0abc\u00a0"}', 1.0, id="G12-no-break"),
+        pytest.param({"s": "abc"}, '{"s":"\u3000abc\u3000"}', 1.0, id="G12-ideographic"),
+        pytest.param({"s": "abc"}, '{"s":"ab\u200bc"}', 0.0, id="G13-inside"),
+        pytest.param({"s": "abc"}, '{"s":"abc\u200b"}', 0.0, id="G13-end"),
+        pytest.param({"s": "abc"}, '{"s":"ABC"}', 0.0, id="G13-case"),
+        pytest.param({"s": "\u00e9"}, '{"s":"e\u0301"}', 0.0, id="G14"),
+        pytest.param({"x": 1}, '{"x":2,"x":1}', 0.0, id="G15"),
+        pytest.param({"x": 1}, '{"x":1,"y":{"z":1,"z":1}}', 0.0, id="G15-nested"),
+        pytest.param({"a": {"b": 1, "c": "t"}}, '{"a":{"b":1.0000000001,"c":" t ","d":0}}', 1.0, id="G16"),
+        pytest.param({"a": {"b": 1, "c": "t"}}, '{"a":{"b":1}}', 0.0, id="G16-missing"),
+        pytest.param({"a": {"b": 1}}, '{"a":[1]}', 0.0, id="G16-list"),
+        pytest.param({"l": ["a", "b"]}, '{"l":["b","a"]}', 0.0, id="G17-order"),
+        pytest.param({"l": ["a", "b"]}, '{"l":["a"]}', 0.0, id="G17-short"),
+        pytest.param({"l": ["a", "b"]}, '{"l":["a","b","c"]}', 0.0, id="G17-long"),
+        pytest.param({"l": ["a", {"k": 1}]}, '{"l":[" a",{"k":1,"j":2}]}', 1.0, id="G17-same"),
+        pytest.param({"l": []}, '{"l":{}}', 0.0, id="G17-object"),
+        pytest.param({"x": 1}, "[" * 100_000 + "]" * 100_000, 0.0, id="G18-arrays"),
+        pytest.param({"x": 1}, '{"a":' * 100_000 + "1" + "}" * 100_000, 0.0, id="G18-objects"),
+        pytest.param({"x": 1}, '{"x":' + "[" * 500 + "]" * 500 + "}", 0.0, id="G18-parsable"),
+        pytest.param({"x": 1}, '{"x":1,"y":' + "[" * 99 + "]" * 99 + "}", 1.0, id="G18-shallow"),
+        pytest.param({"x": 1}, '[{"x":1}]', 0.0, id="G20-list"),
+        pytest.param({"x": 1}, '"x"', 0.0, id="G20-text"),
+        pytest.param({"x": 1}, "1", 0.0, id="G20-number"),
+        pytest.param({"x": 1}, "null", 0.0, id="G20-null"),
+        pytest.param({"x": 1}, "", 0.0, id="G21-empty"),
+        pytest.param({"x": 1}, "   ", 0.0, id="G21-spaces"),
+        pytest.param({"x": 1}, '{"x":1', 0.0, id="G21-open"),
+        pytest.param({"x": 1}, '{"x":1} trailing', 0.0, id="G21-trailing"),
+        pytest.param({"s": "\u00e9"}, '{"s":"\u00e9"}'.encode("latin-1"), 0.0, id="G22-latin-1"),
+        pytest.param({"s": "\u00e9"}, '{"s":"\u00e9"}'.encode("utf-16"), 0.0, id="G22-utf-16"),
+        pytest.param({"x": 1}, b'\xef\xbb\xbf{"x":1}', 1.0, id="G23"),
+        pytest.param({"x": 1}, b'\xef\xbb\xbf\xef\xbb\xbf{"x":1}', 0.0, id="G23-two"),
+        pytest.param({"s": "\ud800"}, '{"s":"\\ud800"}', 1.0, id="G24-same"),
+        pytest.param({"s": "\ud800"}, '{"s":"\\ud801"}', 0.0, id="G24-other"),
+        pytest.param({"x": 1}, b'{"x":1}' + b" " * (2**20 - 7), 1.0, id="G27-exactly"),
+        pytest.param({"x": 1}, b'{"x":1}' + b" " * (2**20 - 6), 0.0, id="G27-beyond"),
+    ],
+)
+def test_grade(expected: Json, answer: str | bytes, reward: float) -> None:
+    began = time.monotonic()
+    data = answer if isinstance(answer, bytes) else answer.encode()
+    earned, parsed, reason = rl_eval.grade(expected, data)
+    assert earned == reward
+    assert (reason == "") == (reward == 1.0)
+    assert time.monotonic() - began < 1.0
+    json.dumps(parsed, allow_nan=False).encode("ascii")
+
+
+@pytest.mark.parametrize("text", ['{"x": [1, "b", null, {"y": 2.5}]}', '{"s": "\\ud800", "t": true}'])
+def test_every_expected_answer_earns_its_own_reward(text: str) -> None:
+    assert rl_eval.grade(json.loads(text), text.encode())[0] == 1.0
+
+
+# --- Statistics -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_pass_at_k_equals_exact_enumeration(n: int) -> None:
+    """T16: over all ways to draw k of n samples, the share that holds a right one."""
+    for right, k in itertools.product(range(n + 1), range(1, n + 1)):
+        draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
+        exact = Fraction(sum(map(any, draws)), len(draws))
+        assert rl_eval.pass_at_k(n, right, k) == pytest.approx(float(exact), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "estimate"),
+    [(4, 1, 4, 1.0), (0, 0, 1, None), (3, 3, 4, None), (3, 3, 0, None), (5, 0, 5, 0.0), (200, 100, 100, 1.0)],
+)
+def test_pass_at_k_at_the_edges(n: int, c: int, k: int, estimate: float | None) -> None:
+    assert rl_eval.pass_at_k(n, c, k) == (None if estimate is None else pytest.approx(estimate))
+
+
+def result(task: str, reward: float | None, status: str = "completed", **members: Any) -> Result:
+    return Result("r", task, "codex", "m", 0, status=status, reward=reward, duration_s=2.0, **members)
+
+
+def test_summary_counts_and_averages() -> None:
+    results = [result("a", 1.0), result("a", 0.0), result("b", 0.0), result("b", 0.0)]
+    results += [result("c", 0.0, "timeout"), result("c", None, "error"), result("d", None, "cancelled")]
+    (row,) = rl_eval.summarise(results, {1, 2})
+    assert (row["rollouts"], row["scored"], row["errors"], row["timeouts"]) == (7, 5, 1, 1)
+    assert row["mean reward"] == pytest.approx(0.2)
+    assert row["pass@1"] == (pytest.approx(0.5 / 3), (3, 4))
+    assert row["pass@2"] == (pytest.approx(0.5), (2, 4))
+
+
+def test_summary_does_not_depend_on_the_order_of_completion() -> None:
+    results = [result(t, r) for t in "abc" for r in (0.0, 1.0, 1.0, None)]
+    results += [Result("r", "a", "claude_sdk", "m", 0, status="error")]
+    summary = rl_eval.summarise(results, {1, 4})
+    assert all(
+        rl_eval.summarise(order, {4, 1}) == summary
+        for order in (results[::-1], sorted(results, key=lambda r: str(r.reward)))
+    )
+
+
+def test_tasks_weigh_the_same_whatever_was_scored() -> None:
+    """R15."""
+    (row,) = rl_eval.summarise([result("a", 1.0)] + [result("b", 0.0)] * 7, {1})
+    assert row["pass@1"] == (0.5, (2, 2))
+
+
+def test_nothing_scored_is_not_zero() -> None:
+    """T4."""
+    table = rl_eval.markdown(rl_eval.summarise([result("a", None, "error")] * 3, {1, 8}))
+    assert table.count("n/a") == 4 and "0.000" not in table
+
+
+def test_table_says_how_many_tasks_entered_and_is_markdown() -> None:
+    results = [result("a", 1.0), result("a", 0.0), result("b", 1.0), result("b", None, "error")]
+    head, _, line = rl_eval.markdown(rl_eval.summarise(results, {1, 2})).splitlines()
+    columns = [cell.strip() for cell in head.strip("|").split("|")]
+    assert columns[:7] == ["harness", "model", "rollouts", "scored", "mean reward", "pass@1", "pass@2"]
+    assert columns[7:] == ["errors", "timeouts", "mean duration (s)"]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == ["codex", "m", "4", "3", "0.667", "0.750", "1.000 (1/2 tasks)", "1", "0", "2.0"]
+
+
+def test_one_sample_needs_one_pass_column() -> None:
+    assert rl_eval.markdown(rl_eval.summarise([result("a", 1.0)], {1})).count("pass@") == 1
+
+
+# --- Tasks ------------------------------------------------------------------------------------
+
+
+def write_task(folder: Path, name: str = "t", **contents: str | bytes | None) -> Path:
+    """A sound task, with files replaced (or, with None, left out) by their name without suffix."""
+    task = folder / name
+    task.mkdir(parents=True)
+    files: dict[str, str | bytes | None] = {
+        "instruction": "Do it.",
+        "expected": '{"x": 1}',
+        "solution": "true",
+    }
+    names = {"instruction": "instruction.md", "expected": "expected.json", "solution": "solution.sh"}
+    for key, content in {**files, **contents}.items():
+        if content is not None:
+            (task / names[key]).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return task
+
+
+def test_bundled_tasks_load() -> None:
+    tasks = rl_eval.load_tasks(Path(rl_eval.__file__).parent / "tasks")
+    assert {task.id for task in tasks} >= set(BUNDLED)
+    assert all(task.solution and task.files for task in tasks)
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_task_expects_what_grades_as_right(name: str) -> None:
+    folder = Path(rl_eval.__file__).parent / "tasks"
+    (task,) = rl_eval.load_tasks(folder, [name])
+    assert rl_eval.grade(task.expected, (folder / name / "expected.json").read_bytes())[0] == 1.0
+    assert "outputs/answer.json" in task.instruction
+
+
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [
+        ({"instruction": None}, "instruction.md"),
+        ({"instruction": "  \n"}, "instruction"),
+        ({"instruction": b"\xff"}, "instruction.md: 'utf-8'"),
+        ({"instruction": "a\0b"}, "instruction.md"),
+        ({"solution": b"\xff"}, "solution.sh"),
+        ({"expected": None}, "expected.json"),
+        ({"expected": "{}"}, "expected.json"),
+        ({"expected": "[1]"}, "expected.json"),
+        ({"expected": "{"}, "expected.json"),
+        ({"expected": '{"x": NaN}'}, "expected.json"),
+        ({"expected": '{"x": 1, "x": 2}'}, "expected.json"),
+    ],
+)
+def test_unsound_task_is_refused(tmp_path: Path, contents: Json, says: str) -> None:
+    """G31."""
+    write_task(tmp_path, "sound")
+    write_task(tmp_path, "unsound", **contents)
+    with pytest.raises(Refused, match=r"task 'unsound'") as caught:
+        rl_eval.load_tasks(tmp_path)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert [task.id for task in rl_eval.load_tasks(tmp_path, ["sound", "sound"])] == ["sound"]
+
+
+def test_task_without_solution_loads(tmp_path: Path) -> None:
+    write_task(tmp_path, solution=None)
+    assert rl_eval.load_tasks(tmp_path)[0].solution is None
+
+
+@pytest.mark.parametrize("wanted", ["nosuch", "../t", "t/", "/t", ".", ""])
+def test_unknown_task_names_the_known(tmp_path: Path, wanted: str) -> None:
+    """T15."""
+    write_task(tmp_path)
+    with pytest.raises(Refused, match=r"there are: t$"):
+        rl_eval.load_tasks(tmp_path, [wanted])
+
+
+def test_what_is_no_task_is_skipped(tmp_path: Path) -> None:
+    for name in ("two words", "ünïcode-日本", "_shared", ".git", "__pycache__"):
+        write_task(tmp_path, name)
+    (tmp_path / "generate.py").write_text("")
+    assert [task.id for task in rl_eval.load_tasks(tmp_path)] == ["two words", "ünïcode-日本"]
+
+
+@pytest.mark.parametrize("names", [["x" * 129], ["a\nb"], ["a\u202eb"], [" a"], ["a\\b"], ["Case", "case"]])
+def test_ids_that_could_be_mistaken_are_refused(tmp_path: Path, names: list[str]) -> None:
+    """R17."""
+    for name in names:
+        write_task(tmp_path, name)
+    with pytest.raises(Refused, match="task id"):
+        rl_eval.load_tasks(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["missing", "empty"])
+def test_no_tasks_is_an_error(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Refused):
+        rl_eval.load_tasks(tmp_path / folder)
+
+
+def files_of(task: Path) -> list[str]:
+    return [name for name, _ in rl_eval.load_task(task).files]
+
+
+def test_files_keep_their_paths(tmp_path: Path) -> None:
+    task = write_task(tmp_path)
+    for name in ("a.csv", ".hidden/b", "sub/deep/c", "outputs/seed"):
+        (task / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / "files" / name).write_text(name)
+    (task / "files" / "link").symlink_to("sub/deep/c")
+    (task / "files" / "folder").symlink_to("sub")
+    assert sorted(files_of(task)) == [
+        ".hidden/b",
+        "a.csv",
+        "folder/deep/c",
+        "link",
+        "outputs/seed",
+        "sub/deep/c",
+    ]
+    assert dict(rl_eval.load_task(task).files)["link"].read_text() == "sub/deep/c"
+
+
+@pytest.mark.parametrize("target", ["../expected.json", "/etc/passwd", "nowhere", "link", ".", "../../t/solution.sh"])
+def test_symlink_that_leaves_is_refused(tmp_path: Path, target: str) -> None:
+    task = write_task(tmp_path)
+    (task / "files").mkdir()
+    (task / "files" / "link").symlink_to(target)
+    with pytest.raises(Refused, match="symlink"):
+        rl_eval.load_task(task)
+
+
+def test_files_folder_may_be_elsewhere_but_not_a_file(tmp_path: Path) -> None:
+    task = write_task(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a").write_text("a")
+    (task / "files").symlink_to(tmp_path / "data")
+    assert files_of(task) == ["a"]
+    other = write_task(tmp_path, "other")
+    (other / "files").write_text("")
+    with pytest.raises(Refused):
+        rl_eval.load_task(other)
+
+
+def test_fifo_is_refused(tmp_path: Path) -> None:
+    task = write_task(tmp_path)
+    (task / "files").mkdir()
+    os.mkfifo(task / "files" / "pipe")
+    with pytest.raises(Refused, match="neither"):
+        rl_eval.load_task(task)
+
+
+@pytest.mark.parametrize("name", [".codex/config", ".managed-agents-x/a", "outputs", "a\\b", "a\nb", "\udcff"])
+def test_paths_that_no_session_takes_are_refused(tmp_path: Path, name: str) -> None:
+    task = write_task(tmp_path)
+    path = task / "files" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    with pytest.raises(Refused):
+        rl_eval.load_task(task)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "accepted"),
+    [
+        ([1] * 50, True),
+        ([1] * 51, False),
+        ([5 << 20], True),
+        ([(5 << 20) + 1], False),
+        ([5 << 20, 5 << 20], True),
+        ([5 << 20, 5 << 20, 1], False),
+    ],
+)
+def test_limits_of_files(tmp_path: Path, sizes: list[int], accepted: bool) -> None:
+    """A13."""
+    task = write_task(tmp_path)
+    (task / "files").mkdir()
+    for number, size in enumerate(sizes):
+        with (task / "files" / f"{number}").open("wb") as file:
+            file.truncate(size)
+    if accepted:
+        assert len(files_of(task)) == len(sizes)
+    else:
+        with pytest.raises(Refused, match="limits"):
+            rl_eval.load_task(task)
+
+
+# --- Plan -------------------------------------------------------------------------------------
+
+TASK = Task("t", "Do it.", {"x": 1}, (), "true")
+
+
+def test_plan_is_every_combination_with_distinct_ids() -> None:
+    pairs = [Pair("codex", "m", "responses"), Pair("claude_sdk", "m", "anthropic"), Pair(None, None)]
+    plan = rl_eval.make_plan("run", [TASK, Task("u", "Do.", {"x": 1}, (), None)], pairs, 4)
+    assert len({rollout.id for rollout in plan}) == len(plan) == 24
+    groups = {rollout.group_id for rollout in plan}
+    assert len(groups) == 6 and not groups & {rollout.id for rollout in plan}
+    assert all(rollout.id.startswith("run-") for rollout in plan)
+    assert [r.sample for r in plan[:4]] == [0, 1, 2, 3] and len({r.group_id for r in plan[:4]}) == 1
+
+
+def test_ids_are_the_same_in_another_process() -> None:
+    first, again = (rl_eval.make_plan("run", [TASK], [Pair("codex", "m")], 2) for _ in range(2))
+    assert [r.id for r in first] == [r.id for r in again]
+
+
+def test_session_body_holds_what_the_api_knows_and_nothing_of_the_answer() -> None:
+    (rollout,) = rl_eval.make_plan("run", [TASK], [Pair("codex", "m", "responses")], 1)
+    endpoint = "http://127.0.0.1:1/rollouts/{rollout_id}/v1", "key"
+    body = rl_eval.session_body(rollout, endpoint, [])
+    assert body["agent"] == {"model": "m", "x_agents_core": {"harness": "codex"}}
+    bundle = body["extra_body"]["x_agents_core"]["model_provider"]
+    url = f"http://127.0.0.1:1/rollouts/{rollout.id}/v1"
+    assert bundle == {"protocol": "responses", "base_url": url, "api_key": "key"}
+    assert body["environment"]["network"] == {"access": "disabled"}
+    assert body["extra_headers"]["Idempotency-Key"].startswith(rollout.id)
+    assert "expected" not in repr(body)
+
+
+def test_default_pair_names_nothing_and_shell_has_no_model() -> None:
+    (rollout,) = rl_eval.make_plan("run", [TASK], [Pair(None, None)], 1)
+    body = rl_eval.session_body(rollout, None, [])
+    assert body["agent"] == {} and "extra_body" not in body
+    assert rl_eval.labels(Pair(None, None)) == ("default", "default")
+    assert rl_eval.labels(Pair("shell", None)) == ("shell", "none")
+
+
+# --- Options ----------------------------------------------------------------------------------
+
+
+def pairs_of(monkeypatch: pytest.MonkeyPatch, arguments: str, embedded: bool, key: str = "a-model-key") -> list[Pair]:
+    monkeypatch.setenv("MODEL_API_KEY", key)
+    monkeypatch.setenv("OPENAI_API_KEY", "" if embedded else "a-deployment-key")
+    options = rl_eval.make_parser().parse_args(arguments.split())
+    rl_eval.check_options(options, embedded)
+    return rl_eval.choose_pairs(options, embedded)
+
+
+URL = "--model-base-url http://127.0.0.1:9/v1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "embedded", "pairs"),
+    [
+        ("", True, [("codex", "oracle", "responses")]),
+        ("", False, [(None, None, None)]),
+        ("--harness claude_sdk --model nop", True, [("claude_sdk", "nop", "anthropic")]),
+        ("--harness shell", True, [("shell", None, None)]),
+        ("--harness shell --harness codex", True, [("shell", None, None), ("codex", "oracle", "responses")]),
+        ("--harness mcode --model m", False, [("mcode", "m", None)]),
+        ("--model m --model m", False, [(None, "m", None)]),
+        (f"--model m {URL}", True, [("codex", "m", "responses")]),
+        (
+            f"--harness mcode --model m {URL} --model-protocol chat_completions",
+            False,
+            [("mcode", "m", "chat_completions")],
+        ),
+        (
+            f"--harness codex --harness claude_sdk --model m {URL}",
+            False,
+            [("codex", "m", "responses"), ("claude_sdk", "m", "anthropic")],
+        ),
+    ],
+)
+def test_pairs(monkeypatch: pytest.MonkeyPatch, arguments: str, embedded: bool, pairs: list[Any]) -> None:
+    assert pairs_of(monkeypatch, arguments, embedded) == [Pair(*pair) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "embedded", "says"),
+    [
+        ("--harness nosuch", True, "codex, claude_sdk, shell"),
+        ("--harness shell --model m", True, "shell"),
+        ("--model m", True, "--model-base-url"),
+        ("--model oracle", False, "embedded"),
+        (URL, True, "--model"),
+        ("--model-protocol responses --model nop", True, "--model-base-url"),
+        (f"--model m --harness codex {URL} --model-protocol anthropic", True, "speaks responses"),
+        (f"--model m {URL}", False, "--model-protocol"),
+        (f"--model m --harness mcode {URL}", False, "--model-protocol"),
+        ("--check", False, "embedded"),
+        ("--check --model nop", True, "--check runs the tasks alone"),
+        ("--samples 0", True, "--samples"),
+        ("--concurrency x", True, "--concurrency"),
+        ("--timeout nan", True, "--timeout"),
+        ("--timeout -1", True, "--timeout"),
+        ("--model-protocol nosuch", True, "anthropic"),
+        ("--sample 3", True, "--samples"),
+        ("--model m --model-base-url ftp://h/v1", True, "http"),
+        ("--model m --model-base-url http:///v1", True, "http"),
+        ("--model m --model-base-url http://h:99999/v1", True, "http"),
+        ("--model m --model-base-url http://h/{rollout}/v1", True, "{rollout_id}"),
+    ],
+)
+def test_refused_options(monkeypatch: pytest.MonkeyPatch, arguments: str, embedded: bool, says: str) -> None:
+    with pytest.raises(Refused) as caught:
+        pairs_of(monkeypatch, arguments, embedded)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--model m --model-base-url http://user:SECRET@h/v1",
+        "--model m --model-base-url http://h/v1?key=SECRET",
+        "--model m --model-base-url http://h/v1#SECRET",
+        "--model m --model-base-url SECRET",
+        "--model-api-key SECRET",
+        "--api-key=SECRET",
+        "SECRET",
+        "--samples SECRET",
+    ],
+)
+def test_misplaced_secret_is_not_repeated(monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
+    """S26."""
+    with pytest.raises(Refused) as caught:
+        pairs_of(monkeypatch, arguments, embedded=True)
+    assert "SECRET" not in str(caught.value)
+
+
+def test_endpoint_without_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused, match="MODEL_API_KEY"):
+        pairs_of(monkeypatch, f"--model m {URL}", embedded=True, key="")
+
+
+# --- The record -------------------------------------------------------------------------------
+
+
+def no_constant(text: str) -> None:
+    raise AssertionError(text)
+
+
+def stored(**members: Any) -> Json:
+    """A record written and read back by a strict parser."""
+    line = rl_eval.to_line(result("t", None, **members))
+    assert line.endswith(b"\n") and line.count(b"\n") == 1
+    record: Json = json.loads(line, parse_constant=no_constant)
+    return record
+
+
+def test_record_has_its_members_in_order() -> None:
+    names = "rollout_id task harness model sample session_id status reward answer duration_s usage items error"
+    assert list(stored()) == [*names.split(), "turn_id", "group_id", "started_at"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e309, [{"a": math.nan}]])
+def test_numbers_that_json_lacks_are_replaced_and_marked(value: Any) -> None:
+    """T14."""
+    (item,) = stored(items=[{"id": "1", "type": "x", "value": value}])["items"]
+    assert item["x_rl_eval"]["altered"][0]["why"] == "not a JSON number"
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\0b", "line\nline\u2028line", "\x1b[31m", "日本"])
+def test_odd_text_survives(text: str) -> None:
+    record = stored(items=[{"text": text}], answer={text: text}, error=text)
+    assert (record["items"], record["answer"], record["error"]) == ([{"text": text}], {text: text}, text)
+
+
+def test_long_text_is_cut_with_size_and_digest() -> None:
+    (item,) = stored(items=[{"id": "1", "output": "x" * 50_000_000}])["items"]
+    mark = item["x_rl_eval"]["altered"][0]
+    assert len(item["output"]) < 300_000 and "characters cut" in item["output"]
+    assert mark["path"] == ".output" and mark["bytes"] == 50_000_000 and len(mark["sha256"]) == 64
+
+
+def test_deep_items_do_not_break_the_line() -> None:
+    deep: Any = "end"
+    for _ in range(5000):
+        deep = [deep]
+    assert stored(items=[{"arguments": deep}])["items"][0]["x_rl_eval"]["altered"][0]["why"] == "nested too deep"
+
+
+def test_untouched_item_is_as_it_was() -> None:
+    item = {"id": "1", "type": "nosuch", "n": 1, "f": 0.5, "l": [None, True], "x_agents_core": {"y": {}}}
+    assert stored(items=[item, "text", None])["items"] == [item, "text", None]
+
+
+def test_secrets_are_redacted_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S25."""
+    monkeypatch.setattr(rl_eval, "SECRETS", [])
+    secret = "sk-canary/+key=42"
+    rl_eval.keep_secret(secret)
+    rl_eval.keep_secret("none")
+    coded = base64.b64encode(secret.encode()).decode()
+    texts = [secret, coded, "sk-canary%2F%2Bkey%3D42", f"Bearer {secret}!"]
+    record = stored(items=[{"output": text, text: [text]} for text in texts], answer={"x": secret}, error=secret)
+    dumped = json.dumps(record) + rl_eval.plain(" ".join(texts))
+    assert not [text for text in texts[:3] if text in dumped] and "none" not in rl_eval.SECRETS
+
+
+@pytest.mark.parametrize("text", ["\x1b]0;title\x07", "a\rb", "a\nb", "\u202e", "\ud800", "\x9b31m"])
+def test_terminal_gets_no_control_characters(text: str) -> None:
+    assert rl_eval.plain(text).isprintable()
+
+
+# --- What it costs to look --------------------------------------------------------------------
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, rl_eval\n"
+        "try: rl_eval.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'openai', 'tenacity', 'tabulate', 'asyncio.base_events'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    folder = Path(rl_eval.__file__).parent
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "--model-base-url" in done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
