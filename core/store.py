@@ -229,7 +229,9 @@ class Store:
     def add_span(self, session_id: str, turn_id: str, doc: Doc) -> None:
         """Stores a span of a turn; one that comes after the turn's deletion goes nowhere."""
         values = (session_id, turn_id, dumps(doc), turn_id)
-        query = "INSERT INTO spans (session_id, turn_id, doc) SELECT ?,?,? WHERE EXISTS (SELECT 1 FROM turns WHERE id=?)"
+        query = (
+            "INSERT INTO spans (session_id, turn_id, doc) SELECT ?,?,? WHERE EXISTS (SELECT 1 FROM turns WHERE id=?)"
+        )
         self.db.execute(query, values)
 
     def spans(self, turn_id: str) -> list[Doc]:

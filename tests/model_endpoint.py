@@ -158,6 +158,21 @@ def runs(handler: Handler) -> None:
     handler.chunk(b"")
 
 
+def runs_on(handler: Handler, told: bool = True) -> None:
+    """Has the harness run the script of the label again and again: a policy that never ends."""
+    answer = call_events(handler.dialect, handler.body.get("tools", []), handler.endpoint.scripts[handler.label])
+    number = len(handler.endpoint.requests[handler.label])
+    answer[1] = json.loads(json.dumps(answer[1]).replace("call_1", f"call_{number}"))
+    if not told:
+        answer[-1]["response"].pop("usage")
+    handler.stream(answer)
+    handler.chunk(b"")
+
+
+def runs_on_untold(handler: Handler) -> None:
+    runs_on(handler, told=False)
+
+
 def many(handler: Handler) -> None:
     """250 messages in one answer."""
     first, message, last = events("responses", USAGE["responses"])
@@ -246,7 +261,7 @@ def incomplete(handler: Handler) -> None:
 BEHAVIOURS: dict[str, Callable[[Handler], None]] = {
     behaviour.__name__: behaviour
     for behaviour in (
-        *(ok, runs, many, no_usage, cut, ends_early, page, hang, echo, echo_stream),
+        *(ok, runs, runs_on, runs_on_untold, many, no_usage, cut, ends_early, page, hang, echo, echo_stream),
         *(too_long, quota, redirect, incomplete),
     )
 }

@@ -341,7 +341,6 @@ S, E = "/agents/sessions/s", "/agents/environments"
 UNSERVED = [
     *(("GET", "/agents"), ("POST", "/agents"), ("GET", "/agents/a"), ("POST", "/agents/a"), ("DELETE", "/agents/a")),
     *(
-        ("GET", f"{S}/traces"),
         ("GET", f"{S}/subagents"),
         ("GET", f"{S}/subagents/g"),
         ("GET", f"{S}/subagents/g/items"),
