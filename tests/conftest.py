@@ -30,7 +30,12 @@ SHELL = {"x_agents_core": {"harness": "shell"}}
 MESSAGE = "agent.session.input.message"
 CANCEL: list[Any] = [{"type": "agent.session.input.cancel"}]
 TERMINAL = ("completed", "failed", "cancelled")
-PROTOCOLS = {"codex": "responses", "claude_sdk": "anthropic"}
+PROTOCOLS = {
+    "codex": "responses",
+    "claude_sdk": "anthropic",
+    "pi": "chat_completions",
+    "opencode": "chat_completions",
+}
 
 
 @dataclass

@@ -57,7 +57,7 @@ class ModelEndpoint:
     hung_up: dict[str, threading.Event] = field(default_factory=lambda: defaultdict(threading.Event))
 
     def bundle(self, harness: str, behaviour: str, label: str, key: str = "a-model-key") -> Doc:
-        protocol = {"codex": "responses", "claude_sdk": "anthropic"}[harness]
+        protocol = {"codex": "responses", "claude_sdk": "anthropic"}.get(harness, "chat_completions")
         return {"protocol": protocol, "base_url": f"{self.url}/{behaviour}/{label}/v1", "api_key": key}
 
 

@@ -1,0 +1,110 @@
+"""A harness CLI that misbehaves: a program in codex's place, run by the real server in a real sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import HOSTED, Core, connect, service
+
+BUNDLE = {"protocol": "responses", "base_url": "http://127.0.0.1:9/v1", "api_key": "a-model-key"}
+COMPLETED = """{"type":"turn.completed","usage":{}}"""
+Doc = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def impostor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Core, Callable[[str], None]]]:
+    """A server whose codex is whatever bash script the test writes."""
+    packages = tmp_path_factory.mktemp("packages")
+    package = packages / "codex_cli_bin"
+    for part in ("bin", "codex-path"):
+        (package / part).mkdir(parents=True)
+    (package / "__init__.py").touch()
+    program = package / "bin" / "codex"
+
+    def become(script: str) -> None:
+        program.write_text(f"#!/bin/bash\n{script}\n")
+        program.chmod(0o755)
+
+    become("true")
+    with service("core", "serve", env={"PYTHONPATH": str(packages)}) as running:
+        yield connect(running), become
+
+
+def run(core: Core) -> tuple[str, Any]:
+    session = core.sessions.create(
+        agent={"model": "m"}, environment=HOSTED, input="go", extra_body={"x_agents_core": {"model_provider": BUNDLE}}
+    )
+    return session.id, core.turn(session.id, seconds=60)
+
+
+# script, (status, error code, class), words of the message
+CASES: dict[str, tuple[str, tuple[str, str, str], str]] = {
+    "ends in silence": ("exit 0", ("failed", "server_error", "infrastructure"), "status 0 and no terminal event"),
+    "crashes": ("echo 'the last word' >&2; exit 9", ("failed", "server_error", "infrastructure"), "the last word"),
+    "is killed": ("kill -9 $$", ("failed", "server_error", "infrastructure"), "signal 9"),
+    "prints no JSON": (
+        "echo '{\"type\":'; echo nonsense; echo '[]'; echo 7; printf '\\xff\\xfe\\n'; exit 1",
+        ("failed", "server_error", "infrastructure"),
+        "status 1",
+    ),
+    "prints odd JSON": (
+        """echo '{"type":"item.completed","item":{"id":[],"type":{},"x":1e999}}'; echo '{"type":"item.completed"}';
+        echo '{"type":"item.completed","item":{"type":"command_execution","status":5,"exit_code":"x","id":null}}'; exit 1""",
+        ("failed", "server_error", "infrastructure"),
+        "status 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_ends_the_turn_with_the_right_error(impostor: tuple[Core, Callable[[str], None]], case: str) -> None:
+    core, become = impostor
+    script, expected, words = CASES[case]
+    become(script)
+    session_id, turn = run(core)
+    failure = turn.to_dict()["x_agents_core"]["failure"]
+    assert (turn.status, turn.error.code, failure["class"]) == expected
+    assert words in turn.error.message
+    assert core.sessions.items.list(session_id).data  # readable, whatever was in it
+
+
+def resident_mb(pid: int) -> float:
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        "head -c 1000000000 /dev/zero | tr '\\0' x",  # one line of 1 GB
+        'yes \'{"type":"nothing"}\' | head -c 300000000',
+        "head -c 300000000 /dev/zero >&2",
+    ],
+    ids=["one line", "many lines", "stderr"],
+)
+def test_a_flood_is_bounded(impostor: tuple[Core, Callable[[str], None]], flood: str) -> None:
+    core, become = impostor
+    become(f"{flood}; echo; echo '{COMPLETED}'; sleep 600")
+    before = resident_mb(core.service.process.pid)
+    _, turn = run(core)
+    assert turn.status == "completed"  # the terminal event behind the flood was seen
+    assert resident_mb(core.service.process.pid) - before < 80
+
+
+def test_it_may_linger_but_the_turn_is_over(impostor: tuple[Core, Callable[[str], None]]) -> None:
+    core, become = impostor
+    become(f"echo '{COMPLETED}'; trap '' TERM; sleep 600")
+    _, turn = run(core)
+    assert turn.status == "completed" and turn.completed_at - turn.started_at < 5
+
+
+def test_what_comes_behind_the_terminal_event_does_not_count(impostor: tuple[Core, Callable[[str], None]]) -> None:
+    core, become = impostor
+    late = '{"type":"item.completed","item":{"id":"i","type":"agent_message","text":"too late"}}'
+    become(f"printf '%s\\n' '{COMPLETED}' '{late}'; sleep 600")
+    session_id, turn = run(core)
+    assert turn.status == "completed"
+    assert [item.role for item in core.sessions.items.list(session_id)] == ["user"]
