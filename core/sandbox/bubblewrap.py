@@ -267,29 +267,25 @@ class BubblewrapBackend:
         return sandbox
 
     def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits) -> None:
+        """Hands a payload to the launcher."""
         options = [*self.fixed_options, *room_options(room, limits), *environment_options(command.env)]
+        request = {
+            "action": "start",
+            "id": sandbox.name,
+            "bwrap": self.bwrap,
+            "argv": command.argv,
+            "uid": room.uid,
+            "cgroups": [str(group) for group in sandbox.groups],
+            "rlimits": rlimits(limits),
+        }
+        pipes = [os.pipe() for _ in range(1 if command.merge_stderr else 2)]
         stdin = memory_file(command.stdin)
         options_file = memory_file(b"".join(os.fsencode(option) + b"\0" for option in options))
-        out_reading, out_writing = os.pipe()
-        sandbox.stdout = PipeReader(out_reading)
-        err_writing = out_writing
-        if not command.merge_stderr:
-            err_reading, err_writing = os.pipe()
-            sandbox.stderr = PipeReader(err_reading)
-        handed = [stdin, out_writing, err_writing, options_file, memory_file(seccomp.program() or b"")]
+        handed = [stdin, pipes[0][1], pipes[-1][1], options_file, memory_file(seccomp.program() or b"")]
+        sandbox.stdout, *errors = [PipeReader(reading) for reading, _ in pipes]
+        sandbox.stderr = errors[0] if errors else None
         try:
-            self.send(
-                {
-                    "action": "start",
-                    "id": sandbox.name,
-                    "bwrap": self.bwrap,
-                    "argv": command.argv,
-                    "uid": room.uid,
-                    "cgroups": [str(group) for group in sandbox.groups],
-                    "rlimits": rlimits(limits),
-                },
-                handed,
-            )
+            self.send(request, handed)
         finally:
             for descriptor in set(handed):
                 os.close(descriptor)

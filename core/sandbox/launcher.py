@@ -255,9 +255,20 @@ class Launcher:
                 while child.status >= 0:
                     self.read_status(child)
                 child.code = os.waitstatus_to_exitcode(status)
+                self.kill_orphans()
             if child.first is None or self.gone(child.first):
                 del self.children[child.name]
                 self.send({"id": child.name, "event": "exit", "code": child.code})
+
+    def kill_orphans(self) -> None:
+        """Ends what lost its bwrap: killed early, that leaves behind a first process that waits for it for ever."""
+        bwraps = {child.bwrap for child in self.children.values() if child.code is None}
+        firsts = {child.first for child in self.children.values()}
+        for pid in map(int, Path("/proc/self/task/1/children").read_text().split()):
+            if pid not in bwraps:
+                os.kill(pid, signal.SIGKILL)
+                if pid not in firsts:
+                    os.waitpid(pid, 0)
 
     def gone(self, first: int) -> bool:
         """bwrap may end before the namespace's first process does, which the launcher then inherits."""

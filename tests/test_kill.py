@@ -1,0 +1,215 @@
+"""Nothing of a sandbox survives its end, whatever it does and whoever dies. Seen from outside, in the process table."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import openai
+import pytest
+from attack import end, hear, inside, members, namespaces_of, processes, script_of
+from conftest import NO_NETWORK, ROOT, UNPRIVILEGED, Core, core_in, core_of, until
+
+GONE_SECONDS = 10
+
+# Ignores what can be ignored, leaves its session and its parent, stops itself, and lives on in 30 copies.
+STUBBORN = """
+import platform, signal
+def tracer():
+    # Clears PR_SET_PDEATHSIG of the sandbox's first process: has it call prctl(1, 0).
+    def ptrace(request, address=0, data=0):
+        return libc.ptrace(ctypes.c_long(request), ctypes.c_long(1), ctypes.c_void_p(address), ctypes.c_void_p(data))
+    if platform.machine() != "x86_64" or ptrace(16) != 0:  # PTRACE_ATTACH
+        return
+    os.waitpid(1, 0x40000000)
+    saved = (ctypes.c_ulonglong * 27)()
+    ptrace(12, 0, ctypes.addressof(saved))  # PTRACE_GETREGS
+    changed = (ctypes.c_ulonglong * 27)(*saved)
+    changed[10], changed[14], changed[13], changed[15] = 157, 1, 0, (1 << 64) - 1  # rax, rdi, rsi, orig_rax
+    changed[16] = saved[16] - 2  # rip, back at the `syscall` that it waits in
+    ptrace(13, 0, ctypes.addressof(changed))
+    ptrace(9)  # PTRACE_SINGLESTEP, over that instruction
+    os.waitpid(1, 0x40000000)
+    after = (ctypes.c_ulonglong * 27)()
+    ptrace(12, 0, ctypes.addressof(after))
+    ptrace(13, 0, ctypes.addressof(saved))
+    ptrace(17)  # PTRACE_DETACH
+    print("traced", ctypes.c_longlong(after[10]).value, flush=True)
+for number in range(1, 32):
+    if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN)
+if given == "tracing":
+    tracer()
+for _ in range(30):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            libc.prctl(1, 0)
+            libc.prctl(15, b"renamed")
+            if os.fork() == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while given == "busy":
+                pass
+            while True:
+                time.sleep(60)
+        os._exit(0)
+print("settled", flush=True)
+while True:
+    time.sleep(60)
+"""
+KINDS = ("sleeping", "tracing")
+
+
+def stubborn(core: Core, kind: str) -> tuple[str, set[str]]:
+    """(session, PID namespace) of a sandbox full of processes that want to stay."""
+    mark = str(uuid4())
+    session = core.shell(script_of(STUBBORN, kind, mark))
+    hear(core, session.id, "settled")
+    namespaces = namespaces_of(mark)
+    assert len(namespaces) == 1 and len(members(namespaces)) > 30
+    return session.id, namespaces
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def launchers(core: Core) -> list[int]:
+    """The processes of this server's launcher: the one outside its PID namespace, and the first one within."""
+    outer = children(core.service.process.pid)
+    assert len(outer) == 1
+    return [*outer, *children(outer[0])]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "busy"])
+def test_a_cancel_ends_all_processes(box: Core, kind: str) -> None:
+    session, namespaces = stubborn(box, kind)
+    turn = end(box, session)
+    assert turn.status == "cancelled" and turn.completed_at - turn.started_at < 60
+    assert not members(namespaces)  # as soon as the turn is over, not some time later
+
+
+def test_the_end_of_the_script_ends_what_it_left(box: Core) -> None:
+    mark = str(uuid4())
+    left = f"mkfifo /tmp/said; {{\n{script_of(STUBBORN, 'sleeping', mark)}}} >/tmp/said &"
+    session = box.shell(f"{left}\nread said </tmp/said; echo $said; exit 3")
+    assert box.turn(session.id).status == "completed" and box.output(session.id) == "settled\n"
+    assert not namespaces_of(mark)
+
+
+def test_a_tree_like_that_survives_the_usual_kill() -> None:
+    """The control: SIGTERM and then SIGKILL to the process group of the child leave it alive."""
+    mark = str(uuid4())
+    child = subprocess.Popen(
+        ["bash", "-c", script_of(STUBBORN, "sleeping", mark)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"settled\n"
+    os.killpg(child.pid, signal.SIGTERM)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    left = [pid for pid, (_, words) in processes().items() if mark in words]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert len(left) >= 30
+
+
+def test_sessions_deleted_while_their_sandboxes_start_leave_nothing(box: Core) -> None:
+    client = openai.AsyncOpenAI(base_url=box.url, api_key=box.key, max_retries=0)
+    sessions = client.beta.agents.sessions
+    agent: Any = {"x_agents_core": {"harness": "shell"}}
+    environment: Any = {"type": "openai_hosted", "network": NO_NETWORK, "setup_commands": [{"command": "sleep 300"}]}
+
+    async def come_and_go(number: int) -> None:
+        session = await sessions.create(agent=agent, environment=environment, input="true")
+        await asyncio.sleep(number % 10 * 0.002)  # to hit every moment of a start
+        await sessions.delete(session.id, extra_query={"cancel": "true"})
+
+    async def all_of_them() -> None:
+        for _ in range(4):
+            await asyncio.gather(*map(come_and_go, range(20)))
+
+    asyncio.run(asyncio.wait_for(all_of_them(), 60))
+    until(lambda: not children(launchers(box)[1]), GONE_SECONDS)
+    assert inside(box, "print(1)") == 1
+
+
+ENDS: dict[str, Callable[[Core], None]] = {
+    "kill -9 of the server": lambda core: core.service.process.kill(),
+    "kill -9 of the launcher": lambda core: os.kill(launchers(core)[0], signal.SIGKILL),
+    "kill -9 of the launcher's first process": lambda core: os.kill(launchers(core)[1], signal.SIGKILL),
+    "SIGTERM": lambda core: core.service.process.terminate(),
+    "SIGINT": lambda core: core.service.process.send_signal(signal.SIGINT),
+    "standard input closes": lambda core: core.service.process.stdin.close(),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("user", ["root", "unprivileged"])
+def test_the_end_of_the_server_ends_all_sandboxes(user: str, how: str) -> None:
+    with core_of(user) as core:
+        sandboxes = [stubborn(core, kind)[1] for kind in KINDS]
+        launcher = launchers(core)
+        ENDS[how](core)
+        core.service.process.wait(GONE_SECONDS)
+        until(lambda: not any(members(namespaces) for namespaces in sandboxes), GONE_SECONDS)
+        until(lambda: not set(launcher) & set(processes()), GONE_SECONDS)
+        if "server" not in how:
+            assert core.temporary is not None and not list((core.temporary / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("user", ["root", "unprivileged"])
+def test_a_turn_whose_launcher_died_fails_and_says_so(user: str, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        data = ("--data", f"{directory}/data")
+        with core_in(Path(directory), user, *data) as core:
+            session, _ = stubborn(core, "sleeping")
+            os.kill(launchers(core)[1], signal.SIGKILL)
+            core.service.process.wait(GONE_SECONDS)
+        with core_in(Path(directory), user, *data) as core:
+            turn = core.turn(session)
+            assert turn.status == "failed" and "launcher" in turn.error.message
+            assert turn.to_dict()["x_agents_core"]["failure"]["class"] == "environment"
+
+
+# ── a host without namespaces ─────────────────────────────────────────────────────────────────────
+
+# Runs a command in a user namespace that maps all ids and may have no user namespaces of its own.
+NO_NAMESPACES = """
+import ctypes, os, sys
+made, mapped = os.pipe(), os.pipe()
+pid = os.fork()
+if pid == 0:
+    assert ctypes.CDLL(None).unshare(0x10000000) == 0
+    os.write(made[1], b"x")
+    os.read(mapped[0], 1)
+    with open("/proc/sys/user/max_user_namespaces", "w") as setting:
+        setting.write("0")
+    os.execvp(sys.argv[1], sys.argv[1:])
+os.read(made[0], 1)
+for name in ("uid_map", "gid_map"):
+    with open(f"/proc/{pid}/{name}", "w") as file:
+        file.write("0 0 4294967295")
+os.write(mapped[1], b"x")
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can take namespaces away")
+@pytest.mark.parametrize("python", [(sys.executable,), UNPRIVILEGED], ids=["root", "unprivileged"])
+def test_without_namespaces_there_is_one_line_and_no_server(python: tuple[str, ...]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o777)
+        command = [sys.executable, "-c", NO_NAMESPACES, *python, "-m", "core", "serve"]
+        env = {**os.environ, "TMPDIR": directory}
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=30)
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert len(done.stderr.splitlines()) == 1 and "max_user_namespaces" in done.stderr
+        assert not list(Path(directory).iterdir())
