@@ -46,9 +46,9 @@ ROWS = [(harness, behaviour) for harness, behaviours in RUN.items() for behaviou
 ELSEWHERE = {"unresolvable": f"https://{'x' * 70}.invalid/v1"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def failing(core: Core, model: ModelEndpoint) -> Iterator[dict[tuple[str, str], str]]:
-    """A session for each row, all at once: they mostly wait."""
+    """A session for each row, all at once: they mostly wait, while the other tests run."""
     sessions = dict[tuple[str, str], str]()
     for harness, behaviour in ROWS:
         bundle = model.bundle(harness, behaviour, f"{harness}-{behaviour}", KEY)
@@ -57,26 +57,6 @@ def failing(core: Core, model: ModelEndpoint) -> Iterator[dict[tuple[str, str], 
     yield sessions
     for session_id in sessions.values():
         core.raw.delete(f"/agents/sessions/{session_id}?cancel=true")
-
-
-@pytest.mark.parametrize("harness, behaviour", ROWS)
-def test_a_failing_model_is_named(
-    core: Core, failing: dict[tuple[str, str], str], harness: str, behaviour: str
-) -> None:
-    code, class_, words = CAUSES[behaviour]
-    session_id = failing[harness, behaviour]
-    turn = core.turn(session_id)
-    failure = turn.to_dict()["x_agents_core"]["failure"]
-    assert (turn.status, turn.error.code, failure["class"]) == ("failed", code, class_)
-    assert words in turn.error.message
-    assert turn.usage is None or behaviour == "incomplete"  # that one was an answer, with its usage
-    if behaviour.isdigit():
-        assert failure["reason"] == "provider_http_status" and failure["params"] == {"http_status": int(behaviour)}
-    session = core.raw.get(f"/agents/sessions/{session_id}")
-    assert (session.json()["status"], session.json()["error"]) == ("failed", turn.error.message)
-    items = core.raw.get(f"/agents/sessions/{session_id}/items")
-    assert "in_progress" not in [item["status"] for item in items.json()["data"]]
-    assert KEY not in session.text + items.text + turn.to_json()
 
 
 # ── what passes ───────────────────────────────────────────────────────────────────────────────────
@@ -254,3 +234,23 @@ def test_secrets_are_found_nowhere(tmp_path: Path, model: ModelEndpoint) -> None
     for path in (data / "rooms").rglob("*"):
         if path.is_file():
             assert KEY.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize("harness, behaviour", ROWS)
+def test_a_failing_model_is_named(
+    core: Core, failing: dict[tuple[str, str], str], harness: str, behaviour: str
+) -> None:
+    code, class_, words = CAUSES[behaviour]
+    session_id = failing[harness, behaviour]
+    turn = core.turn(session_id)
+    failure = turn.to_dict()["x_agents_core"]["failure"]
+    assert (turn.status, turn.error.code, failure["class"]) == ("failed", code, class_)
+    assert words in turn.error.message
+    assert turn.usage is None or behaviour == "incomplete"  # that one was an answer, with its usage
+    if behaviour.isdigit():
+        assert failure["reason"] == "provider_http_status" and failure["params"] == {"http_status": int(behaviour)}
+    session = core.raw.get(f"/agents/sessions/{session_id}")
+    assert (session.json()["status"], session.json()["error"]) == ("failed", turn.error.message)
+    items = core.raw.get(f"/agents/sessions/{session_id}/items")
+    assert "in_progress" not in [item["status"] for item in items.json()["data"]]
+    assert KEY not in session.text + items.text + turn.to_json()
