@@ -148,6 +148,9 @@ SANDBOX_LOST = Failure(
     "sandbox_error", "The sandbox was lost: the launcher of sandboxes died.", "environment", "sandbox_lost"
 )
 EXPIRED = Failure("request_timeout", "The session's life is over.", "infrastructure", "session_expired")
+FLOODED = Failure(
+    "server_error", "The harness printed more events than a turn can hold.", "infrastructure", "harness_flooded"
+)
 KEY_LOST = Failure(
     "authentication_error",
     "The session's model key was lost when the server restarted; create a new session.",

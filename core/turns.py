@@ -33,6 +33,8 @@ from core.wire import Agent, Environment
 
 CHUNK_BYTES = 1 << 16
 LINE_BYTES = 8 << 20
+PARSED_BYTES = 128 << 20  # of a harness's events in a turn; what it streams and nobody reads does not count
+LINE_COST = 256  # what each event counts beside its bytes
 STDERR_BYTES = 16 << 10
 GRACE_SECONDS = 1.0
 STEP_SECONDS = 120.0
@@ -80,6 +82,7 @@ class Outcome:
     cancelled: bool
     memory_exceeded: bool
     lost: bool
+    flooded: bool
 
 
 class TurnRunner:
@@ -229,11 +232,11 @@ class TurnRunner:
             sandbox.kill()
             code = await sandbox.wait()
         await reading
-        if not live.cancelled.is_set() and not sandbox.lost:
+        if not live.cancelled.is_set() and not sandbox.lost and not output.flooded:
             output.exited(code, time.monotonic() - started)
         said = (await stderr).decode(errors="replace")
         cancelled = live.cancelled.is_set()
-        return Outcome(output.ended, code, said, cancelled, sandbox.memory_exceeded(), sandbox.lost)
+        return Outcome(output.ended, code, said, cancelled, sandbox.memory_exceeded(), sandbox.lost, output.flooded)
 
     def opened(self, live: Live, sandbox: Sandbox) -> contextlib.AbstractAsyncContextManager[None]:
         assert sandbox.door is not None
@@ -284,6 +287,8 @@ class TurnRunner:
             self.cancel(live, turn_id, recorder)
         elif outcome.lost:
             self.fail(live, turn_id, failures.SANDBOX_LOST, recorder)
+        elif outcome.flooded:
+            self.fail(live, turn_id, failures.FLOODED, recorder)
         elif outcome.ended is not None:
             self.fail(live, turn_id, failures.turn_failure(calls, outcome.ended.error or ""), recorder)
         else:
@@ -408,6 +413,11 @@ class Output:
         self.apply = apply
         self.ended: Ended | None = None
         self.over = asyncio.Event()
+        self.parsed = 0  # bytes of lines that were looked into
+
+    @property
+    def flooded(self) -> bool:
+        return self.parsed > PARSED_BYTES
 
     async def follow(self, stream: PipeReader) -> None:
         """Reads to the end of the stream; what comes behind the terminal event is thrown away."""
@@ -415,8 +425,12 @@ class Output:
         try:
             while chunk := await stream.read(CHUNK_BYTES):
                 for piece in lines.feed(chunk) if lines else [chunk]:
-                    self.take(self.reader.feed(piece))
-            if lines and lines.rest:
+                    if not self.flooded and not self.reader.skips(piece):
+                        self.parsed += len(piece) + LINE_COST if lines else 0
+                        self.take(self.reader.feed(piece))
+                if self.flooded:
+                    self.over.set()
+            if lines and lines.rest and not self.flooded:
                 self.take(self.reader.feed(bytes(lines.rest)))
         except BaseException:
             self.over.set()

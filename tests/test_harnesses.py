@@ -89,10 +89,8 @@ def test_a_cancel_ends_it_and_all_it_started(core: Core, policies: Gateway, harn
     core.cancel(session_id)
     turn = core.turn(session_id, seconds=10)
     assert turn.status == "cancelled" and not seen_in_processes(MARK)
-    assert [item["status"] for item in items(core, session_id) if item["type"] == "command_execution"] in (
-        [],
-        ["incomplete"],
-    )
+    commands = [item["status"] for item in items(core, session_id) if item["type"] == "command_execution"]
+    assert set(commands) <= {"incomplete", "failed"}  # Claude Code still reports what its SIGTERM broke off
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ CASES: dict[str, tuple[str, tuple[str, str, str], str]] = {
     ),
     "prints odd JSON": (
         """echo '{"type":"item.completed","item":{"id":[],"type":{},"x":1e999}}'; echo '{"type":"item.completed"}';
-        echo '{"type":"item.completed","item":{"type":"command_execution","status":5,"exit_code":"x","id":null}}'; exit 1""",
+        echo '{"type":"item.completed","item":{"type":"command_execution","status":5,"exit_code":"x"}}'
+        exit 1""",
         ("failed", "server_error", "infrastructure"),
         "status 1",
     ),
@@ -76,15 +77,13 @@ def resident_mb(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
-@pytest.mark.parametrize(
-    "flood",
-    [
-        "head -c 1000000000 /dev/zero | tr '\\0' x",  # one line of 1 GB
-        'yes \'{"type":"nothing"}\' | head -c 300000000',
-        "head -c 300000000 /dev/zero >&2",
-    ],
-    ids=["one line", "many lines", "stderr"],
-)
+FLOODS = {
+    "one line of 1 GB": "head -c 1000000000 /dev/zero | tr '\\0' x",
+    "stderr": "head -c 300000000 /dev/zero >&2",
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
 def test_a_flood_is_bounded(impostor: tuple[Core, Callable[[str], None]], flood: str) -> None:
     core, become = impostor
     become(f"{flood}; echo; echo '{COMPLETED}'; sleep 600")
@@ -92,6 +91,14 @@ def test_a_flood_is_bounded(impostor: tuple[Core, Callable[[str], None]], flood:
     _, turn = run(core)
     assert turn.status == "completed"  # the terminal event behind the flood was seen
     assert resident_mb(core.service.process.pid) - before < 80
+
+
+@pytest.mark.parametrize("text", ["", "x" * 500], ids=["short", "long"])
+def test_a_flood_of_events_ends_the_turn(impostor: tuple[Core, Callable[[str], None]], text: str) -> None:
+    core, become = impostor
+    become(f"""yes '{{"type":"nothing","text":"{text}"}}'""")
+    _, turn = run(core)
+    assert (turn.status, turn.error.code) == ("failed", "server_error") and "more events" in turn.error.message
 
 
 def test_it_may_linger_but_the_turn_is_over(impostor: tuple[Core, Callable[[str], None]]) -> None:

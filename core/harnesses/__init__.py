@@ -96,6 +96,11 @@ class OutputReader:
 
     lines = True  # whether `feed` gets whole lines; else chunks as they come
 
+    def skips(self, line: bytes) -> bool:
+        """Whether a line is known to hold nothing, without a look into it."""
+        del line
+        return False
+
     def feed(self, data: bytes) -> Iterator[Effect]:
         raise NotImplementedError
 

@@ -107,9 +107,11 @@ class PiReader(OutputReader):
         self.blocks = 0
         self.error: str | None = None
 
+    def skips(self, line: bytes) -> bool:
+        """Updates repeat the whole message so far, each time; its end is enough."""
+        return line.startswith(b'{"type":"message_update"')
+
     def feed(self, data: bytes) -> Iterator[Effect]:
-        if data.startswith(b'{"type":"message_update"'):
-            return  # each repeats the whole message so far; its end is enough
         event = parse_line(data)
         if event is None:
             return
