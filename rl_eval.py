@@ -467,7 +467,7 @@ def summarise(results: list[Result], ks: Iterable[int]) -> list[Json]:
             each = [pass_at_k(len(rewards), rewards.count(1.0), k) for rewards in by_task.values()]
             row[f"pass@{k}"] = mean(each), (len(each) - each.count(None), len(each))
         row |= {"errors": statuses.count("error"), "timeouts": statuses.count("timeout")}
-        rows.append({**row, "mean duration (s)": mean(round(r.duration_s, 1) for r in scored)})
+        rows.append({**row, "mean duration (s)": mean(r.duration_s for r in scored)})
     return rows
 
 
@@ -475,15 +475,15 @@ def markdown(rows: list[Json]) -> str:
     """The rows as a Markdown table. A pass@k that not every task could enter says how many did."""
     from tabulate import tabulate
 
-    def cell(value: Any) -> str:
+    def cell(value: Any, digits: int = 3) -> str:
         if isinstance(value, tuple):
             mean, (entered, tasks) = value
             return cell(mean) + (f" ({entered}/{tasks} tasks)" if 0 < entered < tasks else "")
         if isinstance(value, str):
             return plain(value).replace("|", "\\|")
-        return "n/a" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+        return "n/a" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
-    body = [[cell(value) for value in row.values()] for row in rows]
+    body = [[cell(value, 1 if name.endswith("(s)") else 3) for name, value in row.items()] for row in rows]
     align = ["left", "left"] + ["right"] * (len(rows[0]) - 2) if rows else None
     head = list(rows[0]) if rows else ["harness", "model", "rollouts"]
     return tabulate(body, head, tablefmt="github", disable_numparse=True, colalign=align)
@@ -1005,7 +1005,9 @@ async def connect(plan: list[Rollout], sweep: Sweep, embedded: Embedded | None) 
     """Make the client; meanwhile start the embedded deployment, if there is to be one."""
     loading = asyncio.get_running_loop().run_in_executor(None, load_client)
     if embedded is None:
-        return Api((await loading).AsyncOpenAI(max_retries=0))
+        openai = await loading
+        # The client on aiohttp takes half the CPU per request of the one on httpx, with 64 connections.
+        return Api(openai.AsyncOpenAI(max_retries=0, http_client=openai.DefaultAioHttpClient()))
     starting = [embedded.start("core")]
     if scripted := [rollout for rollout in plan if rollout.pair.protocol and sweep.endpoint is None]:
         scripts = {rollout.task.id: rollout.task.solution or "true\n" for rollout in scripted}
@@ -1020,7 +1022,7 @@ async def connect(plan: list[Rollout], sweep: Sweep, embedded: Embedded | None) 
     say(f"rl_eval: started the embedded Core at {base_url}")
     openai = await loading
     # A proxy that the environment names must not come between this process and its own.
-    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    http = openai.DefaultAioHttpClient(trust_env=False)
     return Api(openai.AsyncOpenAI(max_retries=0, base_url=base_url, api_key=key, http_client=http))
 
 
@@ -1120,7 +1122,8 @@ def make_parser() -> Parser:
 def check_options(o: argparse.Namespace, embedded: bool) -> None:
     """Refuse what this machine, environment or combination of options cannot do."""
     url, key, model_key = o.model_base_url, os.environ.get("OPENAI_API_KEY"), os.environ.get("MODEL_API_KEY")
-    missing = ", ".join(name for name in ("openai", "tenacity", "tabulate") if not importlib.util.find_spec(name))
+    packages = ("openai", "aiohttp", "tenacity", "tabulate")
+    missing = ", ".join(name for name in packages if not importlib.util.find_spec(name))
     problems = [
         (missing, f"missing packages ({missing}): pip install -r requirements.txt"),
         (o.check and not embedded, "--check needs the embedded Core: unset OPENAI_BASE_URL"),

@@ -186,7 +186,7 @@ def test_table_says_how_many_tasks_entered_and_is_markdown() -> None:
     assert columns[:7] == ["harness", "model", "rollouts", "scored", "mean reward", "pass@1", "pass@2"]
     assert columns[7:] == ["errors", "timeouts", "mean duration (s)"]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["codex", "m", "4", "3", "0.667", "0.750", "1.000 (1/2 tasks)", "1", "0", "2.000"]
+    assert cells == ["codex", "m", "4", "3", "0.667", "0.750", "1.000 (1/2 tasks)", "1", "0", "2.0"]
 
 
 def test_one_sample_needs_one_pass_column() -> None:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import ctypes
 import json
 import os
 import re
@@ -27,7 +29,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +39,13 @@ from core.harnesses.codex import Codex  # noqa: E402
 from core.sandbox import CONTAINER_SIZES, Command  # noqa: E402
 from core.sandbox.bubblewrap import BubblewrapBackend, find_bwrap  # noqa: E402
 
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 WORK = """mkdir -p outputs && echo '{"x": 1}' > outputs/answer.json"""
 EXPORT = re.compile(r"export (\w+)='(.*)'")
 
 
-@contextmanager
+@contextlib.contextmanager
 def service(*arguments: str, first_line: str = "") -> Iterator[tuple[int, dict[str, str]]]:
     """(process id, exports) of a running core or gateway."""
     command = [sys.executable, "-m", *arguments, "--exit-with-stdin"]
@@ -71,7 +73,11 @@ def peak_mb(pid: int) -> float:
 
 
 def launcher_of(core: int) -> int:
-    return int(Path(f"/proc/{core}/task/{core}/children").read_text().split()[0])
+    """The launcher proper: the first process of the PID namespace that Core's child made."""
+    pid = core
+    for _ in range(2):
+        pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+    return pid
 
 
 @dataclass(frozen=True)
@@ -117,9 +123,11 @@ def bare_bwrap(runs: int) -> tuple[float, list[float]]:
         usr += ["--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
         command = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *usr]
         working = [*command, "--bind", folder, "/workspace", "--chdir", "/workspace", "/bin/bash", "-c", WORK]
+        inherit_orphans()
         before = children_ms()
         for _ in range(runs):
             subprocess.run(working, check=True)
+            wait_for_orphans()
         cpu = (children_ms() - before) / runs
         walls = []
         for _ in range(runs):
@@ -127,6 +135,18 @@ def bare_bwrap(runs: int) -> tuple[float, list[float]]:
             subprocess.run([*command, "/bin/true"], check=True)
             walls.append((time.perf_counter() - started) * 1000)
     return cpu, walls
+
+
+def inherit_orphans() -> None:
+    """bwrap ends before the first process of its PID namespace, which holds the CPU of all others, is waited for."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def wait_for_orphans() -> None:
+    with contextlib.suppress(ChildProcessError):
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            if b"bwrap" in Path(f"/proc/{child}/comm").read_bytes():
+                os.waitpid(int(child), 0)
 
 
 def find_bwrap_on_host() -> str:

@@ -24,6 +24,7 @@ from core.failures import Failure
 from core.harnesses import Effect, Ended, Harness, OutputReader, Thread, TurnRequest
 from core.recorder import Recorder
 from core.sandbox import CONTAINER_SIZES, OUTPUTS, Backend, Command, Limits, Room, Sandbox, SandboxFailed
+from core.sandbox.pipes import PipeReader
 from core.sandbox.rooms import install, open_up
 from core.store import Store, new_id
 from core.waiting import within
@@ -371,7 +372,7 @@ class Output:
         self.ended: Ended | None = None
         self.over = asyncio.Event()
 
-    async def follow(self, stream: asyncio.StreamReader) -> None:
+    async def follow(self, stream: PipeReader) -> None:
         """Reads to the end of the stream; what comes behind the terminal event is thrown away."""
         lines = Lines(LINE_BYTES) if self.reader.lines else None
         try:
@@ -421,12 +422,12 @@ class Lines:
         return whole
 
 
-async def drain(stream: asyncio.StreamReader) -> None:
+async def drain(stream: PipeReader) -> None:
     while await stream.read(CHUNK_BYTES):
         pass
 
 
-async def tail(stream: asyncio.StreamReader | None, size: int) -> bytes:
+async def tail(stream: PipeReader | None, size: int) -> bytes:
     """The last `size` bytes of a stream, read to its end."""
     kept = bytearray()
     while stream is not None and (chunk := await stream.read(CHUNK_BYTES)):

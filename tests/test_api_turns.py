@@ -317,6 +317,19 @@ def test_a_failed_turn_leaves_the_session_usable(core: Core) -> None:
     assert core.sessions.retrieve(session.id).status == "idle"
 
 
+def test_turns_leave_no_descriptor_open(core: Core) -> None:
+    """Neither open nor, worse, to be closed once more when another file has its number."""
+    descriptors = Path(f"/proc/{core.service.process.pid}/fd")
+
+    def turns(count: int) -> int:
+        for _ in range(count):
+            core.run("echo hi")
+        return len(list(descriptors.iterdir()))
+
+    before = turns(3)
+    assert turns(20) <= before + 2
+
+
 # ── restart ───────────────────────────────────────────────────────────────────────────────────────
 
 

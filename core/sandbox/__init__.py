@@ -6,12 +6,13 @@ may use. Nothing here knows sessions, harnesses or models: a `Command` goes in, 
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from core.sandbox.pipes import PipeReader
 
 HOME = "/home/agent"
 WORKSPACE = "/workspace"
@@ -74,8 +75,8 @@ class Room:
 class Sandbox(Protocol):
     """A running payload. `wait` returns when every process of the sandbox is gone; `lost`: the host took it down."""
 
-    stdout: asyncio.StreamReader
-    stderr: asyncio.StreamReader | None
+    stdout: PipeReader
+    stderr: PipeReader | None
     door: socket.socket | None
     lost: bool
 

@@ -39,6 +39,7 @@ from core.sandbox import (
 )
 from core.sandbox.launcher import FILTER_FD, MESSAGE_BYTES, STAGE
 from core.sandbox.limits import Cgroups, watch_memory
+from core.sandbox.pipes import PipeReader
 from core.sandbox.rooms import make_room, remove_tree
 from core.waiting import within
 
@@ -206,7 +207,7 @@ class BubblewrapBackend:
         try:
             sandbox = await self.run(Command(["/bin/sh", "-c", "exit 7"], {}), room, CONTAINER_SIZES["small"])
             code = await asyncio.wait_for(sandbox.wait(), START_SECONDS)
-            said = await sandbox.stderr.read() if sandbox.stderr else b""
+            said = await sandbox.stderr.read(READ_BYTES) if sandbox.stderr else b""
         except (SandboxFailed, asyncio.TimeoutError) as error:
             raise SandboxUnavailable(NAMESPACE_HELP.format(reason=str(error) or "no answer")) from None
         finally:
@@ -250,14 +251,11 @@ class BubblewrapBackend:
         sandbox = BubblewrapSandbox(self, name, limits, groups)
         self.running[name] = sandbox
         try:
-            reading = self.launch(sandbox, command, room, limits)
+            self.launch(sandbox, command, room, limits)
         except BaseException:
             sandbox.finish(-1)  # the launcher knows nothing of it
             raise
         try:
-            # Shielded: cancelled in the middle, uvloop closes the descriptor twice, the second time another's.
-            readers = await asyncio.shield(asyncio.gather(*map(read_pipe, reading)))
-            sandbox.stdout, sandbox.stderr = readers[0], (None if command.merge_stderr else readers[1])
             await within(START_SECONDS, asyncio.shield(sandbox.started))
         except asyncio.TimeoutError:
             sandbox.kill()
@@ -268,8 +266,8 @@ class BubblewrapBackend:
             raise
         return sandbox
 
-    def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits) -> list[int]:
-        """Hands a payload to the launcher; returns the reading ends of its output, and of its errors if apart."""
+    def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits) -> None:
+        """Hands a payload to the launcher."""
         options = [*self.fixed_options, *room_options(room, limits), *environment_options(command.env)]
         request = {
             "action": "start",
@@ -284,16 +282,13 @@ class BubblewrapBackend:
         stdin = memory_file(command.stdin)
         options_file = memory_file(b"".join(os.fsencode(option) + b"\0" for option in options))
         handed = [stdin, pipes[0][1], pipes[-1][1], options_file, memory_file(seccomp.program() or b"")]
-        reading = [end for end, _ in pipes]
+        sandbox.stdout, *errors = [PipeReader(reading) for reading, _ in pipes]
+        sandbox.stderr = errors[0] if errors else None
         try:
             self.send(request, handed)
-        except SandboxFailed:
-            handed += reading
-            raise
         finally:
             for descriptor in set(handed):
                 os.close(descriptor)
-        return reading
 
     def send(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
         if self.control is None:
@@ -346,7 +341,7 @@ class BubblewrapBackend:
 class BubblewrapSandbox:
     """One bwrap and all that runs in it."""
 
-    stdout: asyncio.StreamReader
+    stdout: PipeReader
 
     def __init__(self, backend: BubblewrapBackend, name: str, limits: Limits, groups: list[Path]) -> None:
         loop = asyncio.get_running_loop()
@@ -354,7 +349,7 @@ class BubblewrapSandbox:
         self.name = name
         self.limits = limits
         self.groups = groups
-        self.stderr: asyncio.StreamReader | None = None
+        self.stderr: PipeReader | None = None
         self.door: socket.socket | None = None
         self.started: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[int] = loop.create_future()
@@ -479,11 +474,3 @@ def memory_file(data: bytes) -> int:
         view = view[os.write(descriptor, view) :]
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-async def read_pipe(descriptor: int) -> asyncio.StreamReader:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=READ_BYTES)
-    os.set_blocking(descriptor, False)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0))
-    return reader
