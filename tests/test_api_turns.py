@@ -100,7 +100,7 @@ def test_cancel_while_preparing_leaves_the_session_usable(core: Core) -> None:
     assert core.output(session.id) == "prepared\n"
 
 
-@pytest.mark.parametrize("milliseconds", [0, 5, 10, 20, 30, 40, 50, 60, 80, 100])
+@pytest.mark.parametrize("milliseconds", [0, 10, 20, 30, 40, 50, 60, 80])
 def test_cancel_at_any_moment(core: Core, milliseconds: int) -> None:
     """A completion may win; whoever wins, the record is whole, and the next turn runs."""
     session = core.shell("mkdir -p outputs; echo x > outputs/a")
@@ -147,7 +147,7 @@ def test_delete_with_cancel_leaves_no_process_and_no_file(tmp_path: Path) -> Non
         assert list((tmp_path / "data/rooms").iterdir()) == []
 
 
-@pytest.mark.parametrize("milliseconds", [0, 5, 10, 20, 30, 50, 80])
+@pytest.mark.parametrize("milliseconds", [0, 10, 20, 30, 50])
 def test_delete_at_any_moment(core: Core, milliseconds: int) -> None:
     setup = [{"command": "sleep 0.02"}]
     session = core.shell("mkdir -p outputs; echo x > outputs/a", environment={"setup_commands": setup})
@@ -276,7 +276,7 @@ def test_a_message_sent_during_a_preparation_that_fails_fails_too(core: Core, fi
     assert (turn.status, turn.error.code) == ("failed", "sandbox_error")
 
 
-@pytest.mark.parametrize("given", [None, "true"] * 5)
+@pytest.mark.parametrize("given", [None, "true"] * 3)
 def test_delete_during_a_preparation_ends_it(core: Core, given: str | None) -> None:
     """Also when its sandbox is just being started."""
     mark = f"mark-{uuid.uuid4()}"
