@@ -7,6 +7,7 @@ seen from outside: a listener, a file, the process table.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import subprocess
@@ -74,10 +75,21 @@ def hear(core: Core, session_id: str, word: str, seconds: float = 30) -> str:
 
 def end(core: Core, session_id: str) -> Any:
     """Cancels the session's turn and deletes the session; returns the turn."""
-    core.sessions.events.create(session_id, events=[{"type": "agent.session.input.cancel"}])
+    core.cancel(session_id)
     turn = core.turn(session_id)
     core.sessions.delete(session_id)
     return turn
+
+
+def inline(files: dict[str, str]) -> list[dict[str, str]]:
+    """Files of an environment, by their names in the workspace."""
+    encoded = {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
+    return [{"type": "inline", "path": f"/workspace/{name}", "data": data} for name, data in encoded.items()]
+
+
+def peak_memory(core: Core) -> int:
+    """The most that the server ever held, in bytes."""
+    return int(Path(f"/proc/{core.service.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
 
 
 def processes() -> dict[int, tuple[str, str]]:

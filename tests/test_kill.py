@@ -208,8 +208,8 @@ def test_without_namespaces_there_is_one_line_and_no_server(python: tuple[str, .
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o777)
         command = [sys.executable, "-c", NO_NAMESPACES, *python, "-m", "core", "serve"]
-        env = {**os.environ, "TMPDIR": directory}
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=30)
+        env = {**os.environ, "TMPDIR": directory, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=30)
         assert (done.returncode, done.stdout) == (2, ""), done
         assert len(done.stderr.splitlines()) == 1 and "max_user_namespaces" in done.stderr
         assert not list(Path(directory).iterdir())

@@ -21,7 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from attack import end, hear, inside, members, namespaces_of, outside, script_of
+from attack import end, hear, inside, members, namespaces_of, outside, peak_memory, script_of
 from conftest import ROOT, Core, until
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can show that the attack works without protection")
@@ -165,9 +165,9 @@ print(json.dumps([port for port in range(1, 65536) if open_port(port)]))
 """
 
 
-def test_the_door_is_the_only_port(box: Core) -> None:
-    own_port = int(box.url.rpartition(":")[2].removesuffix("/v1"))
-    assert inside(box, SCAN) == [4141]
+def test_the_door_is_the_only_port(core: Core) -> None:
+    own_port = int(core.url.rpartition(":")[2].removesuffix("/v1"))
+    assert inside(core, SCAN) == [4141]
     assert own_port in outside(SCAN)
 
 
@@ -400,14 +400,6 @@ def test_the_kernel_refuses_what_leads_out(box: Core) -> None:
 # ── what the server touches after the agent ───────────────────────────────────────────────────────
 
 
-def again(core: Core, session_id: str, script: str, number: int) -> Any:
-    """The session's next turn."""
-    message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": script}]}
-    event = {"type": "agent.session.input.message", "input": [message]}
-    core.sessions.events.create(session_id, events=[event])
-    return core.turn(session_id, number)
-
-
 def tree(*places: Path) -> dict[str, Any]:
     """All that could be changed of these host paths: kind, mode, owner, size, content."""
     found = {}
@@ -439,7 +431,8 @@ def test_a_trap_for_the_next_turn_catches_nobody(box: Core, trap: str) -> None:
         before = tree(victim)
         session, turn = box.run(f"set -- {victim}; {TRAPS[trap]}")
         assert turn.status == "completed"
-        assert again(box, session.id, "echo again; mkdir -p outputs; echo 1 > outputs/x", 2).status == "completed"
+        box.say(session.id, "echo again; mkdir -p outputs; echo 1 > outputs/x")
+        assert box.turn(session.id, 2).status == "completed"
         assert "again" in box.output(session.id)
         assert box.artifacts(session.id) == {"/workspace/outputs/x": b"1\n"}
         assert remove(box, session.id)
@@ -492,7 +485,7 @@ OUTPUTS: dict[str, tuple[str, dict[str, bytes] | None]] = {
     "name of an option": ("mkdir -- outputs; echo 1 > outputs/--help", {"--help": b"1\n"}),
     "deep tree": ('python3 -c \'import os\nfor _ in range(5000): os.mkdir("outputs"); os.chdir("outputs")\'', None),
     "deep tree elsewhere": ('python3 -c \'import os\nfor _ in range(5000): os.mkdir("d"); os.chdir("d")\'', {}),
-    "many files": ("mkdir outputs; cd outputs; seq 5000 | xargs touch", None),
+    "many files": ("mkdir outputs; cd outputs; python3 -c 'for n in range(4097): open(str(n), \"x\").close()'", None),
     "sparse file": ("mkdir outputs; truncate -s 1G outputs/x", None),
     "immutable": ("mkdir outputs; echo 1 > outputs/x; chattr +i outputs/x; chattr +a outputs", {"x": b"1\n"}),
 }
@@ -546,6 +539,7 @@ def test_files_and_descriptors_are_limited(box: Core, tmp_path: Path) -> None:
 
 
 FORKS = """
+kept = b"x" * (16 << 20)  # shared by all, so it counts once
 while True:
     try:
         os.fork()
@@ -567,9 +561,9 @@ def test_a_fork_bomb_stops_at_the_limit(box: Core) -> None:
 
 
 HOGS = {
-    "one process": "print(len(b'x' * (3 << 30)))",
+    "one process": "kept = b'x' * (2200 << 20); print(len(kept)); time.sleep(given or 0)",
     "many processes": """
-for _ in range(8):
+for _ in range(6):
     if os.fork() == 0:
         kept = b"x" * (400 << 20)
         time.sleep(60)
@@ -581,7 +575,7 @@ sys.exit(128 + os.WTERMSIG(status))
 
 @pytest.mark.parametrize("hog", HOGS)
 def test_memory_is_limited(box: Core, hog: str) -> None:
-    session = box.shell(script_of(HOGS[hog]), **SMALL)
+    session = box.shell(script_of(HOGS[hog], 60), **SMALL)
     assert inside(box, "print(1)") == 1  # another session, meanwhile
     assert box.turn(session.id).status == "completed"
     assert [item.exit_code for item in box.sessions.items.list(session.id) if item.type == "command_execution"] == [137]
@@ -589,16 +583,16 @@ def test_memory_is_limited(box: Core, hog: str) -> None:
 
 def test_the_machine_has_the_memory_that_the_sandbox_refused() -> None:
     available = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) << 10
-    if available < 5 << 30:
+    if available < 4 << 30:
         pytest.skip("this machine has no memory for a control")
-    assert outside(HOGS["one process"]) == 3 << 30
+    assert outside(HOGS["one process"]) == 2200 << 20
 
 
 FLOODS = {
-    "zeros": "head -c 256M /dev/zero",
-    "lines": "yes | head -c 256M",
-    "one line on stderr": "head -c 256M /dev/zero | tr '\\0' x >&2",
-    "control codes": "yes $'\\e]0;title\\a\\e[2J\\xff' | head -c 256M",
+    "zeros": "head -c 128M /dev/zero",
+    "lines": "yes | head -c 128M",
+    "one line on stderr": "head -c 128M /dev/zero | tr '\\0' x >&2",
+    "control codes": "yes $'\\e]0;title\\a\\e[2J\\xff' | head -c 128M",
 }
 
 
@@ -610,13 +604,8 @@ def test_a_flood_of_output_is_cut(box: Core, flood: str) -> None:
     assert box.turn(session.id).status == "completed"
     item = next(item for item in box.sessions.items.list(session.id) if item.type == "command_execution")
     assert len(item.output) < 1 << 20 and "bytes left out" in item.output
-    assert item.to_dict()["x_agents_core"]["truncated"]["bytes"] >= 256 << 20
+    assert item.to_dict()["x_agents_core"]["truncated"]["bytes"] >= 128 << 20
     assert peak_memory(box) - before < 64 << 20
-
-
-def peak_memory(core: Core) -> int:
-    """The most that the server ever held, in bytes; it runs under the process of the service, or is it."""
-    return int(Path(f"/proc/{core.service.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
 
 
 SEND_DESCRIPTORS = """

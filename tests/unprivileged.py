@@ -47,7 +47,6 @@ def main() -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    os.chdir(NEEDED[2])
     os.execvp(command[0], command)
 
 

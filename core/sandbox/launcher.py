@@ -349,6 +349,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.chdir("/")  # bwrap keeps the name of its directory in memory, where the sandbox can read it
     plan = json.loads(control.recv(MESSAGE_BYTES))
     try:
         become_first(control)

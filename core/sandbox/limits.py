@@ -105,19 +105,39 @@ class Cgroups:
                 parent.rmdir()
 
 
-def resident_bytes(namespace: str) -> int:
-    """Resident memory of all processes in a PID namespace, given by its name in /proc/*/ns/pid."""
-    total = 0
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                if str((entry / "ns/pid").readlink()) == namespace:
-                    total += int((entry / "statm").read_text().split()[1]) * PAGE
-    return total
+def held_bytes(namespace: str, limit: int) -> int:
+    """Memory of all processes in a PID namespace, given by its name in /proc/*/ns/pid.
+
+    Cheap and too much at first, as pages that processes share count for each. Exact when that exceeds `limit`.
+    """
+    processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and inside(entry, namespace)]
+    total = sum(map(resident_bytes, processes))
+    return total if total <= limit else sum(map(proportional_bytes, processes))
+
+
+def inside(process: Path, namespace: str) -> bool:
+    with contextlib.suppress(OSError):
+        return str((process / "ns/pid").readlink()) == namespace
+    return False
+
+
+def resident_bytes(process: Path) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int((process / "statm").read_text().split()[1]) * PAGE
+    return 0
+
+
+def proportional_bytes(process: Path) -> int:
+    """Resident memory of a process, each page divided by how many processes share it."""
+    with contextlib.suppress(OSError):
+        for line in (process / "smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 async def watch_memory(namespace: str, limit: int, exceeded: Callable[[], None]) -> None:
     """Calls `exceeded` once, when the namespace holds more than `limit` bytes; ends with the task."""
-    while await asyncio.to_thread(resident_bytes, namespace) <= limit:
+    while await asyncio.to_thread(held_bytes, namespace, limit) <= limit:
         await asyncio.sleep(WATCH_SECONDS)
     exceeded()
