@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)  # not this folder, where `core` would be another bench
 
 from core.harnesses.codex import Codex  # noqa: E402
 from core.sandbox import CONTAINER_SIZES, Command  # noqa: E402

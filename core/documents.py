@@ -39,6 +39,7 @@ def new_session(request: SessionCreate, session_id: str, ids: tuple[str, str], h
         "_environment": {"status": "pending", "error": None},
         "_secrets": request.bundle is not None or bool(request.environment.env),
         "_thread": None,
+        "_usage": None,
     }
 
 
@@ -83,9 +84,8 @@ def environment_document(request: SessionCreate, environment_id: str) -> Doc:
     }
 
 
-def session_document(stored: Doc, turns: list[Doc]) -> Doc:
-    """A session as the API shows it. `turns`: all its root turns, oldest first (AGENTS_API 3.7, first match wins)."""
-    last = turns[-1] if turns else None
+def session_document(stored: Doc, last: Doc | None) -> Doc:
+    """A session as the API shows it. `last`: its latest root turn (AGENTS_API 3.7, first match wins)."""
     environment = stored["_environment"]
     if environment["status"] in ("failed", "expired"):
         status, error = "failed", environment["error"]
@@ -96,16 +96,14 @@ def session_document(stored: Doc, turns: list[Doc]) -> Doc:
     else:
         status, error = "idle", None
     shown = {name: value for name, value in stored.items() if not name.startswith("_")}
-    derived = {"status": status, "error": error, "required_actions": [], "usage": session_usage(turns)}
-    return {**shown, **derived}
+    usage = stored["_usage"] if last is not None and last["status"] in TERMINAL else None
+    return {**shown, "status": status, "error": error, "required_actions": [], "usage": usage}
 
 
-def session_usage(turns: list[Doc]) -> Doc | None:
-    """The sum over root turns once all are over and known."""
-    usages = [turn["usage"] for turn in turns]
-    if not turns or any(turn["status"] not in TERMINAL for turn in turns) or None in usages:
-        return None
-    return sum_usage(usages)
+def add_usage(stored: Doc, turn: Doc, *, first: bool) -> None:
+    """Adds a turn that has ended: the sum over root turns, null for good once one is unknown."""
+    known = turn["usage"] if first else stored["_usage"] and turn["usage"]
+    stored["_usage"] = sum_usage([turn["usage"]] if first else [stored["_usage"], turn["usage"]]) if known else None
 
 
 def environment_state(stored: Doc) -> Doc:

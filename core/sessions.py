@@ -147,7 +147,7 @@ class Sessions:
 
     def announce(self, stored: Doc, content: list[Doc] | None, now: int) -> str | None:
         """The first events, and the queued turn of a session that comes with input."""
-        created = session_document(stored, [])
+        created = session_document(stored, None)
         self.store.add_event(stored["id"], f"{PREFIX}created", {"session": created})
         return None if content is None else self.queue_turn(stored, content, now)
 
@@ -160,7 +160,7 @@ class Sessions:
         item = user_message(new_id(), turn["id"], content)
         self.store.save_item(session_id, item)
         self.store.add_event(session_id, f"{PREFIX}turn.item.added", {**head, "output_index": None, "item": item})
-        shown = session_document(stored, self.store.turns(session_id))
+        shown = session_document(stored, turn)
         self.store.add_event(session_id, f"{PREFIX}in_progress", {"session": shown})
         return str(turn["id"])
 
@@ -322,11 +322,11 @@ class Sessions:
         return self.shown(self.require(session_id))
 
     def shown(self, stored: Doc) -> Doc:
-        return session_document(stored, self.store.turns(stored["id"]))
+        return session_document(stored, self.store.last_turn(stored["id"]))
 
     def active_turn(self, session_id: str) -> Doc | None:
-        turns = self.store.turns(session_id)
-        return turns[-1] if turns and turns[-1]["status"] not in TERMINAL else None
+        turn = self.store.last_turn(session_id)
+        return turn if turn is not None and turn["status"] not in TERMINAL else None
 
     def set_metadata(self, session_id: str, metadata: dict[str, str] | None) -> Doc:
         stored = self.require(session_id)

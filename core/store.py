@@ -179,10 +179,14 @@ class Store:
     def save_turn(self, doc: Doc) -> None:
         self.db.execute("UPDATE turns SET status=?, doc=? WHERE id=?", (doc["status"], dumps(doc), doc["id"]))
 
-    def turns(self, session_id: str) -> list[Doc]:
-        """All turns of a session, oldest first."""
-        rows = self.db.execute("SELECT doc FROM turns WHERE session_id=? ORDER BY seq", (session_id,))
-        return [json.loads(row[0]) for row in rows.fetchall()]
+    def last_turn(self, session_id: str) -> Doc | None:
+        query = "SELECT doc FROM turns WHERE session_id=? ORDER BY seq DESC LIMIT 1"
+        row = self.db.execute(query, (session_id,)).fetchone()
+        return json.loads(row[0]) if row else None
+
+    def is_first_turn(self, turn: Doc) -> bool:
+        query = "SELECT id FROM turns WHERE session_id=? ORDER BY seq LIMIT 1"
+        return bool(self.db.execute(query, (turn["session_id"],)).fetchone()[0] == turn["id"])
 
     def unfinished_turns(self) -> list[Doc]:
         rows = self.db.execute("SELECT doc FROM turns WHERE status IN ('queued','in_progress','waiting') ORDER BY seq")

@@ -18,7 +18,7 @@ from typing import Any
 
 from core import failures
 from core.artifacts import Blobs, Capture, CaptureFailed, capture
-from core.documents import TERMINAL, artifact_document, environment_state, session_document
+from core.documents import TERMINAL, add_usage, artifact_document, environment_state, session_document
 from core.egress import DOOR_URL, Call, Door
 from core.failures import Failure
 from core.harnesses import Effect, Ended, Harness, OutputReader, Thread, TurnRequest
@@ -176,9 +176,9 @@ class TurnRunner:
     def fail_environment(self, live: Live, turn_id: str | None, failure: Failure) -> None:
         """Also fails the turn that waits, which is not the one of `turn_id` when that was cancelled meanwhile."""
         self.move_environment(live, turn_id, "failed", failure.message)
-        turns = self.store.turns(live.session_id)
-        if turns and turns[-1]["status"] not in TERMINAL:
-            self.fail(live, turns[-1]["id"], failure)
+        turn = self.store.last_turn(live.session_id)
+        if turn is not None and turn["status"] not in TERMINAL:
+            self.fail(live, turn["id"], failure)
         else:
             with self.store.transaction():
                 self.session_event(live, "failed")
@@ -363,6 +363,7 @@ class TurnRunner:
         self.store.save_turn(turn)
         stored = self.session(live)
         stored["last_active_at"] = now
+        add_usage(stored, turn, first=self.store.is_first_turn(turn))
         if stored["spend_control"] is not None:
             stored["spend_control"]["consumed"] = int(live.door.budget.cents)
         self.store.save_session(stored)
@@ -388,7 +389,7 @@ class TurnRunner:
         return turn
 
     def session_event(self, live: Live, name: str) -> None:
-        document = session_document(self.session(live), self.store.turns(live.session_id))
+        document = session_document(self.session(live), self.store.last_turn(live.session_id))
         self.store.add_event(live.session_id, f"{PREFIX}{name}", {"session": document})
 
     def turn_event(self, live: Live, turn: Doc, name: str, **members: Any) -> None:

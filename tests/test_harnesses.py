@@ -1,4 +1,4 @@
-"""One acceptance table for all harnesses: the real CLIs in real sandboxes, with scripted policies and failing endpoints.
+"""One acceptance table for all harnesses: real CLIs in real sandboxes, with scripted policies and failing endpoints.
 
 pi and opencode come from npm (`npm install --prefix core/npm`); where they are missing, their rows are skipped.
 """

@@ -1,0 +1,1 @@
+"""Benchmarks: what a rollout, a start-up and Core itself cost."""
