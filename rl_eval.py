@@ -55,8 +55,14 @@ T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
 WORKSPACE, ANSWER_PATH = "/workspace/", "/workspace/outputs/answer.json"
 
-# What each harness speaks to its model. `shell` has none: it runs its input as a bash script.
-PROTOCOL_OF = {"codex": "responses", "claude_sdk": "anthropic", "shell": None}
+# What each harness speaks to its model, what it is given first. `shell` has none: it runs its input as a script.
+PROTOCOLS_OF: dict[str, tuple[str, ...]] = {
+    "codex": ("responses",),
+    "claude_sdk": ("anthropic",),
+    "pi": ("chat_completions", "responses", "anthropic"),
+    "opencode": ("chat_completions",),
+    "shell": (),
+}
 PROTOCOLS = ("anthropic", "responses", "chat_completions")
 SCRIPTED = ("oracle", "nop")
 
@@ -1105,7 +1111,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="rl_eval.py", description=about, epilog=more, allow_abbrev=False)
     add: Any = parser.add_argument
     names = {"action": "append", "default": [], "metavar": "NAME"}
-    add("--harness", **names, help="codex, claude_sdk or shell; repeatable")
+    add("--harness", **names, help="codex, claude_sdk, pi, opencode or shell; repeatable")
     add("--model", **names, help="repeatable; the embedded policies are oracle and nop")
     add("--samples", type=positive(int), default=1, metavar="K", help="rollouts per task, harness and model")
     add("--concurrency", type=positive(int), default=4, metavar="N", help="rollouts in flight (default 4)")
@@ -1157,8 +1163,8 @@ def choose_pairs(options: argparse.Namespace, embedded: bool) -> list[Pair]:
     harnesses = list(dict.fromkeys(options.harness)) or ["codex" if embedded else None]
     models = list(dict.fromkeys(options.model)) or ["oracle" if embedded else None]
     for name in harnesses if embedded else ():
-        if name not in PROTOCOL_OF:
-            raise Refused(f"no harness {name!r}; there are: {', '.join(PROTOCOL_OF)}")
+        if name not in PROTOCOLS_OF:
+            raise Refused(f"no harness {name!r}; there are: {', '.join(PROTOCOLS_OF)}")
     for name in () if own_endpoint else models:
         if name in SCRIPTED and not embedded:
             raise Refused(f"the scripted policy {name} needs the embedded Core: unset OPENAI_BASE_URL")
@@ -1167,12 +1173,12 @@ def choose_pairs(options: argparse.Namespace, embedded: bool) -> list[Pair]:
             raise Refused(f"model {name!r} needs {needs}; without, there are: {', '.join(SCRIPTED)}")
     pairs = []
     for harness in harnesses:
-        known, named = PROTOCOL_OF.get(harness or ""), options.model_protocol
-        if known and named and known != named:
-            raise Refused(f"harness {harness} speaks {known}, not {named}")
+        known, named = PROTOCOLS_OF.get(harness or "", ()), options.model_protocol
+        if known and named and named not in known:
+            raise Refused(f"harness {harness} speaks {' or '.join(known)}, not {named}")
         if own_endpoint and not known and not named and harness != "shell":
             raise Refused(f"harness {harness or 'default'}: --model-protocol must name what it speaks")
-        protocol = named or known if own_endpoint or embedded else None
+        protocol = (named or next(iter(known), None)) if own_endpoint or embedded else None
         pairs += [Pair("shell", None)] if harness == "shell" else [Pair(harness, model, protocol) for model in models]
     return pairs
 
