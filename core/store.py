@@ -52,8 +52,7 @@ def new_id() -> str:
     return str(uuid.uuid4())
 
 
-def dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 @dataclass(frozen=True)

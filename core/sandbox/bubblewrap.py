@@ -263,8 +263,8 @@ class BubblewrapBackend:
         """Starts a payload, which is killed after `seconds`; returns once it is under way. Raises SandboxFailed."""
         self.count += 1
         name = f"{room.path.name}-{self.count}"
-        groups = self.cgroups.create(name, limits) if self.cgroups else []
-        sandbox = BubblewrapSandbox(self, name, limits, groups)
+        group = self.cgroups.create(name, limits) if self.cgroups else None
+        sandbox = BubblewrapSandbox(self, name, limits, group)
         self.running[name] = sandbox
         try:
             self.launch(sandbox, command, room, limits, seconds)
@@ -291,7 +291,7 @@ class BubblewrapBackend:
             "bwrap": self.bwrap,
             "argv": command.argv,
             "uid": room.uid,
-            "cgroups": [str(group) for group in sandbox.groups],
+            "cgroup": str(sandbox.group) if sandbox.group else None,
             "rlimits": rlimits(limits),
             "seconds": max(seconds, 0.0),
         }
@@ -360,12 +360,12 @@ class BubblewrapSandbox:
 
     stdout: PipeReader
 
-    def __init__(self, backend: BubblewrapBackend, name: str, limits: Limits, groups: list[Path]) -> None:
+    def __init__(self, backend: BubblewrapBackend, name: str, limits: Limits, group: Path | None) -> None:
         loop = asyncio.get_running_loop()
         self.backend = backend
         self.name = name
         self.limits = limits
-        self.groups = groups
+        self.group = group
         self.stderr: PipeReader | None = None
         self.door: socket.socket | None = None
         self.started: asyncio.Future[None] = loop.create_future()
@@ -377,7 +377,7 @@ class BubblewrapSandbox:
     def under_way(self, namespace: str) -> None:
         if not self.started.done():
             self.started.set_result(None)
-        if not self.groups:
+        if self.group is None:
             self.watchdog = asyncio.create_task(watch_memory(namespace, self.limits.memory, self.on_exceeded))
 
     def on_exceeded(self) -> None:
@@ -395,9 +395,9 @@ class BubblewrapSandbox:
             self.ended.set_result(code)
         if self.watchdog is not None:
             self.watchdog.cancel()
-        if self.backend.cgroups is not None:
-            self.exceeded = self.backend.cgroups.oom_kills(self.groups) > 0
-            self.backend.cgroups.remove(self.groups)
+        if self.backend.cgroups is not None and self.group is not None:
+            self.exceeded = self.backend.cgroups.oom_kills(self.group) > 0
+            self.backend.cgroups.remove(self.group)
         # Nobody may be waiting for a start that failed after its own time-out.
         with contextlib.suppress(BaseException):
             self.started.exception()

@@ -144,8 +144,8 @@ def become(request: dict[str, Any], control: socket.socket, handed: list[int], s
     """In the forked child: confines itself step by step, then turns into bwrap. Never returns normally."""
     os.setsid()
     os.nice(NICENESS)
-    for path in request["cgroups"]:
-        Path(path, "cgroup.procs").write_text("0")
+    if request["cgroup"] is not None:
+        Path(request["cgroup"], "cgroup.procs").write_text("0")
     door = open_door()
     reply = {"id": request["id"], "event": "door"}
     socket.send_fds(control, [json.dumps(reply).encode()], [door.fileno()])

@@ -22,19 +22,22 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Cgroups:
-    """A directory of this server below the cgroup root, with one child per sandbox and controller."""
+    """A directory of this server below the cgroup root, with one child per sandbox.
 
-    def __init__(self, parents: list[Path], version: int) -> None:
-        self.parents = parents
+    Version 1 has a hierarchy per controller; there RLIMIT_NPROC alone counts processes, as a second controller would
+    cost each sandbox a millisecond.
+    """
+
+    def __init__(self, parent: Path, version: int) -> None:
+        self.parent = parent
         self.version = version
 
     @classmethod
     def detect(cls) -> Cgroups | None:
         """The first version whose controllers can be written here, or None."""
         name = f"rl-eval-{os.getpid()}"
-        layouts = [([CGROUP_ROOT / name], 2), ([CGROUP_ROOT / kind / name for kind in ("memory", "pids")], 1)]
-        for parents, version in layouts:
-            group = cls(parents, version)
+        for parent, version in ((CGROUP_ROOT / name, 2), (CGROUP_ROOT / "memory" / name, 1)):
+            group = cls(parent, version)
             group.sweep()
             try:
                 group.prepare()
@@ -46,63 +49,56 @@ class Cgroups:
 
     def sweep(self) -> None:
         """Removes what a server left that was killed."""
-        for parent in self.parents:
-            for left in parent.parent.glob("rl-eval-*"):
-                if not Path("/proc", left.name.rpartition("-")[2]).exists():
-                    Cgroups([left], self.version).close()
+        for left in self.parent.parent.glob("rl-eval-*"):
+            if not Path("/proc", left.name.rpartition("-")[2]).exists():
+                Cgroups(left, self.version).close()
 
     def prepare(self) -> None:
         if self.version == 2 and not (CGROUP_ROOT / "cgroup.controllers").exists():
             raise FileNotFoundError("no cgroup v2")
-        for parent in self.parents:
-            if not parent.parent.is_dir():
-                raise FileNotFoundError(parent.parent)
-            parent.mkdir()
-            if self.version == 2:
-                (parent / "cgroup.subtree_control").write_text("+memory +pids")
-        probe = self.create("probe", Limits(16, 1 << 26, 0, 0))
-        self.remove(probe)
-
-    def create(self, name: str, limits: Limits) -> list[Path]:
-        """Makes the groups of one sandbox; a process joins by writing itself to each one's cgroup.procs."""
-        groups = [parent / name for parent in self.parents]
-        for group in groups:
-            group.mkdir()
-        memory, pids = groups[0], groups[-1]
-        (pids / "pids.max").write_text(str(limits.processes))
+        if not self.parent.parent.is_dir():
+            raise FileNotFoundError(self.parent.parent)
+        self.parent.mkdir()
         if self.version == 2:
-            (memory / "memory.max").write_text(str(limits.memory))
+            (self.parent / "cgroup.subtree_control").write_text("+memory +pids")
+        self.remove(self.create("probe", Limits(16, 1 << 26, 0, 0)))
+
+    def create(self, name: str, limits: Limits) -> Path:
+        """Makes the group of one sandbox; a process joins by writing itself to its cgroup.procs."""
+        group = self.parent / name
+        group.mkdir()
+        if self.version == 2:
+            (group / "pids.max").write_text(str(limits.processes))
+            (group / "memory.max").write_text(str(limits.memory))
             optional = {"memory.swap.max": "0", "memory.oom.group": "0"}
         else:
-            (memory / "memory.limit_in_bytes").write_text(str(limits.memory))
+            (group / "memory.limit_in_bytes").write_text(str(limits.memory))
             optional = {"memory.memsw.limit_in_bytes": str(limits.memory)}
         for file, value in optional.items():
             with contextlib.suppress(OSError):
-                (memory / file).write_text(value)
-        return groups
+                (group / file).write_text(value)
+        return group
 
-    def oom_kills(self, groups: list[Path]) -> int:
+    def oom_kills(self, group: Path) -> int:
         """How many processes the kernel has killed in there for want of memory."""
         file = "memory.events" if self.version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError):
-            for line in (groups[0] / file).read_text().splitlines():
+            for line in (group / file).read_text().splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
         return 0
 
-    def remove(self, groups: list[Path]) -> None:
-        for group in groups:
-            with contextlib.suppress(OSError):
-                group.rmdir()
+    def remove(self, group: Path) -> None:
+        with contextlib.suppress(OSError):
+            group.rmdir()
 
     def close(self) -> None:
-        for parent in self.parents:
-            with contextlib.suppress(OSError):
-                for child in parent.iterdir():
-                    if child.is_dir():
-                        child.rmdir()
-            with contextlib.suppress(OSError):
-                parent.rmdir()
+        with contextlib.suppress(OSError):
+            for child in self.parent.iterdir():
+                if child.is_dir():
+                    child.rmdir()
+        with contextlib.suppress(OSError):
+            self.parent.rmdir()
 
 
 def held_bytes(namespace: str, limit: int) -> int:
