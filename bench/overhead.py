@@ -116,7 +116,7 @@ def sweep(core: int, exports: dict[str, str], rollouts: int, concurrency: int) -
 
 
 def bare_bwrap(runs: int) -> tuple[float, list[float]]:
-    """(CPU in ms per run of the same work, wall times in ms to the first byte of an `echo`) for bwrap without any of ours around it."""
+    """Bare bwrap, nothing of ours around it: (CPU in ms per run of the work, ms to the first byte of an `echo`)."""
     bwrap = find_bwrap_on_host()
     with tempfile.TemporaryDirectory() as folder:
         usr = ["--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"]
