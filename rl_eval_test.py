@@ -459,7 +459,7 @@ def test_pairs(monkeypatch: pytest.MonkeyPatch, arguments: str, embedded: bool, 
 @pytest.mark.parametrize(
     ("arguments", "embedded", "says"),
     [
-        ("--harness nosuch", True, "codex, claude_sdk, shell"),
+        ("--harness nosuch", True, "codex, claude_sdk, pi, opencode, shell"),
         ("--harness shell --model m", True, "shell"),
         ("--model m", True, "--model-base-url"),
         ("--model oracle", False, "embedded"),

@@ -156,8 +156,9 @@ def summary(path: str, headers: dict[str, str], body: Doc) -> Doc:
 
 def test_requests_are_as_recorded(core: Core, model: ModelEndpoint, harness: str) -> None:
     """After an upgrade: remove the harness from tests/fixtures/requests.json, run this, review what it wrote."""
-    label = f"{harness}-recording"
-    core.turn(start(core, harness, "m", model.bundle(harness, "401", label)), seconds=120)
+    label = f"{harness}-401-acceptance"
+    if not model.requests[label]:  # else the test of a refusing endpoint has sent it already
+        core.turn(start(core, harness, "m", model.bundle(harness, "401", label)), seconds=120)
     first = model.requests[label][0]
     found = summary(first.path.replace(f"/401/{label}", ""), first.headers, first.body)
     recorded: Doc = json.loads(RECORDED.read_text())

@@ -512,7 +512,7 @@ def test_usage_errors_with_a_deployment(tmp_path: Path, arguments: str, says: st
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--harness nosuch", "codex, claude_sdk, shell"),
+        ("--harness nosuch", "codex, claude_sdk, pi, opencode, shell"),
         ("--model m", "--model-base-url"),
         ("--task x", "are: t"),
     ],
