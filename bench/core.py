@@ -22,7 +22,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
 sys.path[0] = str(Path(__file__).parents[1])  # not this folder, where `core` would be this file
 
@@ -33,53 +33,64 @@ SCRIPT = """mkdir -p outputs && echo '{"x": 1}' > outputs/answer.json"""
 ENVIRONMENT = {"type": "openai_hosted", "network": {"access": "disabled"}}
 AGENT = {"x_agents_core": {"harness": "shell"}}
 ENDED = ("completed", "failed", "cancelled")
-POLL_SECONDS = 0.2
+FIRST_POLL, POLL_GROWTH = 0.2, 1.5  # as the script does
 READERS, FLOOD_LINES = 32, 2000
 Doc = dict[str, Any]
 
 
 class Timed:
-    """A client whose requests are timed by name, in ms."""
+    """A client whose requests are timed by name, in ms. On aiohttp: its own cost must not drown what is measured."""
 
     def __init__(self, exports: dict[str, str]) -> None:
         headers = {"Authorization": f"Bearer {exports['OPENAI_API_KEY']}", "OpenAI-Beta": "agents=v1"}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self.client = httpx.AsyncClient(
-            base_url=exports["OPENAI_BASE_URL"], headers=headers, limits=limits, timeout=120, trust_env=False
-        )
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=120)
+        self.base_url = exports["OPENAI_BASE_URL"]
+        self.client = aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout)
         self.times: dict[str, list[float]] = defaultdict(list)
 
-    async def __call__(self, name: str, method: str, path: str, body: Doc | None = None) -> httpx.Response:
+    async def __aenter__(self) -> Timed:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.client.close()
+
+    async def __call__(self, name: str, method: str, path: str, body: Doc | None = None) -> Any:
+        """The parsed answer; None when it is not JSON."""
         started = time.perf_counter()
-        answer = await self.client.request(method, path, json=body)
-        self.times[name].append((time.perf_counter() - started) * 1000)
-        answer.raise_for_status()
-        return answer
+        async with self.client.request(method, self.base_url + path, json=body) as answer:
+            data = await answer.read()
+            self.times[name].append((time.perf_counter() - started) * 1000)
+            answer.raise_for_status()
+            return json.loads(data) if answer.content_type == "application/json" and data else None
 
 
 async def session(timed: Timed) -> None:
     body = {"agent": AGENT, "environment": ENVIRONMENT, "input": SCRIPT}
-    path = f"/agents/sessions/{(await timed('create', 'POST', '/agents/sessions', body)).json()['id']}"
+    path = f"/agents/sessions/{(await timed('create', 'POST', '/agents/sessions', body))['id']}"
+    pause = FIRST_POLL
     while True:
-        await asyncio.sleep(POLL_SECONDS)
-        (turn,) = (await timed("poll", "GET", f"{path}/turns")).json()["data"]
+        await asyncio.sleep(pause)
+        pause *= POLL_GROWTH
+        (turn,) = (await timed("poll", "GET", f"{path}/turns"))["data"]
         if turn["status"] in ENDED:
             break
     assert turn["status"] == "completed", turn
-    (artifact,) = (await timed("artifacts", "GET", f"{path}/artifacts")).json()["data"]
+    (artifact,) = (await timed("artifacts", "GET", f"{path}/artifacts"))["data"]
     await timed("content", "GET", f"{path}/artifacts/{artifact['id']}/content")
     await timed("delete", "DELETE", path)
 
 
 async def in_flight(exports: dict[str, str], core: int, sessions: int, flight: int) -> str:
-    timed, slots = Timed(exports), asyncio.Semaphore(flight)
+    slots = asyncio.Semaphore(flight)
 
-    async def one() -> None:
+    async def one(timed: Timed) -> None:
         async with slots:
             await session(timed)
 
     cpu, started = stat_cpu_ms(core)[0], time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(sessions)))
+    async with Timed(exports) as timed:
+        await asyncio.gather(*(one(timed) for _ in range(sessions)))
     seconds = time.perf_counter() - started
     cpu = (stat_cpu_ms(core)[0] - cpu) / sessions
     columns = [f"{sessions / seconds:.1f}", f"{cpu:.1f}"]
@@ -96,45 +107,45 @@ def resident_kb(pid: int) -> int:
 
 async def memory(exports: dict[str, str], core: int, count: int) -> str:
     """kB that Core grows by for each idle session it holds."""
-    timed, before = Timed(exports), resident_kb(core)
-    body = {"agent": AGENT, "environment": ENVIRONMENT}
-    paths = [(await timed("create", "POST", "/agents/sessions", body)).json()["id"] for _ in range(count)]
-    grown = (resident_kb(core) - before) / count
-    for name in paths:
-        await timed("delete", "DELETE", f"/agents/sessions/{name}")
+    before, body = resident_kb(core), {"agent": AGENT, "environment": ENVIRONMENT}
+    async with Timed(exports) as timed:
+        names = [(await timed("create", "POST", "/agents/sessions", body))["id"] for _ in range(count)]
+        grown = (resident_kb(core) - before) / count
+        for name in names:
+            await timed("delete", "DELETE", f"/agents/sessions/{name}")
     return f"memory per live session   {grown:.1f} kB; Core in all {resident_kb(core) / 1024:.0f} MB"
 
 
 async def streams(exports: dict[str, str]) -> str:
     """Events per second that 32 readers of one session get, all together."""
-    timed = Timed(exports)
-    body = {"agent": AGENT, "environment": ENVIRONMENT}
-    path = f"/agents/sessions/{(await timed('create', 'POST', '/agents/sessions', body)).json()['id']}"
-    ready = asyncio.Semaphore(0)
-
-    async def read() -> int:
-        count = 0
-        async with timed.client.stream("GET", f"{path}/events") as answer:
-            async for line in answer.aiter_lines():
-                ready.release() if line.startswith(": connected") else None
-                count += line.startswith("id: ")
-                if line == "event: agent.session.turn.completed":
-                    return count
-        raise AssertionError("the stream ended early")
-
-    readers = [asyncio.create_task(read()) for _ in range(READERS)]
-    for _ in readers:
-        await ready.acquire()
+    body, ready = {"agent": AGENT, "environment": ENVIRONMENT}, asyncio.Semaphore(0)
     script = f"for i in $(seq {FLOOD_LINES}); do echo line $i; sleep 0.001; done"
     message = {"role": "user", "content": [{"type": "input_text", "text": script}]}
-    started = time.perf_counter()
-    await timed(
-        "say", "POST", f"{path}/events", {"events": [{"type": "agent.session.input.message", "input": [message]}]}
-    )
-    total = sum(await asyncio.gather(*readers))
-    seconds = time.perf_counter() - started
-    await timed("delete", "DELETE", path)
+    events = {"events": [{"type": "agent.session.input.message", "input": [message]}]}
+    async with Timed(exports) as timed:
+        path = f"/agents/sessions/{(await timed('create', 'POST', '/agents/sessions', body))['id']}"
+        readers = [asyncio.create_task(count_events(timed, path, ready)) for _ in range(READERS)]
+        for _ in readers:
+            await ready.acquire()
+        started = time.perf_counter()
+        await timed("say", "POST", f"{path}/events", events)
+        total = sum(await asyncio.gather(*readers))
+        seconds = time.perf_counter() - started
+        await timed("delete", "DELETE", path)
     return f"events to {READERS} readers      {total / seconds:.0f} per second ({total} in {seconds:.1f} s)"
+
+
+async def count_events(timed: Timed, path: str, ready: asyncio.Semaphore) -> int:
+    """How many events a reader got until the turn was over."""
+    count = 0
+    async with timed.client.get(f"{timed.base_url}{path}/events") as answer:
+        async for line in answer.content:
+            if line.startswith(b": connected"):
+                ready.release()
+            count += line.startswith(b"id: ")
+            if line == b"event: agent.session.turn.completed\n":
+                return count
+    raise AssertionError("the stream ended early")
 
 
 # ── a large database ────────────────────────────────────────────────────────────────────────────
@@ -184,16 +195,17 @@ TEMPLATE: Doc = {
 
 
 async def large_database(exports: dict[str, str], session_id: str) -> list[str]:
-    timed, path = Timed(exports), f"/agents/sessions/{session_id}"
+    path = f"/agents/sessions/{session_id}"
     queries = {
         "turns": f"{path}/turns",
         "items, 100": f"{path}/items?limit=100",
         "sessions": "/agents/sessions",
         "sessions of a run": "/agents/sessions?metadata%5Brun_id%5D=bench",
     }
-    for _ in range(100):
-        for name, query in queries.items():
-            await timed(name, "GET", query)
+    async with Timed(exports) as timed:
+        for _ in range(100):
+            for name, query in queries.items():
+                await timed(name, "GET", query)
     return [
         f"  list {name:20}  p50 {statistics.median(times):.1f} ms, p95 {percentile(times, 0.95):.1f} ms"
         for name, times in timed.times.items()

@@ -42,7 +42,6 @@ OPTIONS_FD, FILTER_FD, STATUS_FD = 3, 4, 5  # in the process that becomes bwrap
 STAGE = "/tmp"  # covered by a tmpfs in the launcher's own mount namespace only
 DOOR_HOST, DOOR_PORT = "127.0.0.1", 4141
 MESSAGE_BYTES = 1 << 20
-NICENESS = 5  # sandboxes yield to the server: its answers must not wait for theirs
 KILL_AGAIN_SECONDS, LONGEST_POLL_MS = 1.0, 1 << 30
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
@@ -143,7 +142,6 @@ def namespace_of(pid: int) -> str:
 def become(request: dict[str, Any], control: socket.socket, handed: list[int], status: int) -> None:
     """In the forked child: confines itself step by step, then turns into bwrap. Never returns normally."""
     os.setsid()
-    os.nice(NICENESS)
     if request["cgroup"] is not None:
         Path(request["cgroup"], "cgroup.procs").write_text("0")
     door = open_door()
