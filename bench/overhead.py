@@ -255,11 +255,12 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=64, help="rollouts in flight (%(default)s)")
     parser.add_argument("--codex", type=int, default=7, help="codex turns; 0 leaves them out (%(default)s)")
     arguments = parser.parse_args()
+    # First, while nothing runs: the kernel takes seconds to clean up behind a sweep's network namespaces.
+    walls = asyncio.run(sandbox_walls(100))
+    bare_cpu, bare_walls = bare_bwrap(100)
     with service("core", "serve") as (core, exports):
         start = sweep(core, exports, 1, 1)
         run = sweep(core, exports, arguments.rollouts, arguments.concurrency)
-        bare_cpu, bare_walls = bare_bwrap(100)
-        walls = asyncio.run(sandbox_walls(100))
         codex = codex_turns(exports, arguments.codex) if arguments.codex else None
     count = arguments.rollouts
     script = (run.script - start.script) / count
