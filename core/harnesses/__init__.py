@@ -230,6 +230,16 @@ def call_item(call_id: str, name: str, arguments: Any, status: str) -> Doc:
     }
 
 
+def tool_item(call_id: str, name: str, arguments: Any, *, shell: str, edits: tuple[str, ...]) -> Doc:
+    """The item that a tool's call opens: a command for the shell tool, `apply_patch` for a native edit."""
+    command = arguments.get("command") if isinstance(arguments, dict) else None
+    if name == shell and isinstance(command, str):
+        return command_item(command, "in_progress")
+    if name in edits:
+        return call_item(call_id, "apply_patch", {"tool": name, "input": arguments}, "in_progress")
+    return call_item(call_id, name, arguments, "in_progress")
+
+
 def reasoning_item(text: str) -> Doc:
     return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}], "status": "completed"}
 

@@ -23,13 +23,12 @@ from core.harnesses import (
     OutputReader,
     Thread,
     TurnRequest,
-    call_item,
-    command_item,
     message_item,
     one_of,
     parse_line,
     reasoning_item,
     result_text,
+    tool_item,
     tool_result_effects,
     wheel_version,
 )
@@ -145,13 +144,7 @@ class ClaudeReader(OutputReader):
             yield ItemDone(key, reasoning_item(str(block["thinking"])))
         elif kind == "tool_use":
             name, arguments, call_id = str(block.get("name")), block.get("input"), str(block.get("id"))
-            command = arguments.get("command") if isinstance(arguments, dict) else None
-            if name == "Bash" and isinstance(command, str):
-                item = command_item(command, "in_progress")
-            elif name in EDIT_TOOLS:
-                item = call_item(call_id, "apply_patch", {"tool": name, "input": arguments}, "in_progress")
-            else:
-                item = call_item(call_id, name, arguments, "in_progress")
+            item = tool_item(call_id, name, arguments, shell="Bash", edits=EDIT_TOOLS)
             self.open[call_id] = item
             yield ItemStarted(call_id, item)
 

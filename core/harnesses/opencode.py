@@ -22,11 +22,10 @@ from core.harnesses import (
     OutputReader,
     Thread,
     TurnRequest,
-    call_item,
-    command_item,
     message_item,
     parse_line,
     reasoning_item,
+    tool_item,
     tool_result_effects,
 )
 from core.harnesses.npm import NPM_INSTALL, find, npm_version
@@ -151,17 +150,11 @@ def tool_effects(part: Doc) -> Iterator[Effect]:
     metadata = object_of(state, "metadata")
     failed = state.get("status") == "error"
     text = str(state.get("error") if failed else state.get("output") or "")
-    command = arguments.get("command") if isinstance(arguments, dict) else None
-    code = None
-    if name == "bash" and isinstance(command, str):
-        item = command_item(command, "in_progress")
+    item, code = tool_item(call_id, name, arguments, shell="bash", edits=EDIT_TOOLS), None
+    if item["type"] == "command_execution":
         told = metadata.get("exit")
         code = told if isinstance(told, int) else None
         text = str(metadata.get("output", text))
         failed = failed or bool(code)
-    elif name in EDIT_TOOLS:
-        item = call_item(call_id, "apply_patch", {"tool": name, "input": arguments}, "in_progress")
-    else:
-        item = call_item(call_id, name, arguments, "in_progress")
     yield ItemStarted(call_id, item)
     yield from tool_result_effects(call_id, item, text, failed=failed, exit_code=code)

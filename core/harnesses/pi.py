@@ -24,12 +24,11 @@ from core.harnesses import (
     OutputReader,
     Thread,
     TurnRequest,
-    call_item,
-    command_item,
     message_item,
     parse_line,
     reasoning_item,
     result_text,
+    tool_item,
     tool_result_effects,
 )
 from core.harnesses.npm import NPM_INSTALL, find, npm_version
@@ -144,13 +143,7 @@ class PiReader(OutputReader):
 
     def started(self, event: Doc) -> Effect:
         call_id, name, arguments = str(event.get("toolCallId")), str(event.get("toolName")), event.get("args")
-        command = arguments.get("command") if isinstance(arguments, dict) else None
-        if name == "bash" and isinstance(command, str):
-            item = command_item(command, "in_progress")
-        elif name in EDIT_TOOLS:
-            item = call_item(call_id, "apply_patch", {"tool": name, "input": arguments}, "in_progress")
-        else:
-            item = call_item(call_id, name, arguments, "in_progress")
+        item = tool_item(call_id, name, arguments, shell="bash", edits=EDIT_TOOLS)
         self.open[call_id] = item
         return ItemStarted(call_id, item)
 
