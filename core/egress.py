@@ -6,7 +6,7 @@ form, for the door's own host, with the session's placeholder key. The real key 
 followed; bodies and streams pass through byte for byte, but for the key if the endpoint repeats it. Anything else is
 refused unsent. Connections and the bytes held for them are bounded: the agent has all the time and wit to open more.
 
-Every call is recorded: status, tokens as the provider reported them, and what went wrong. `cause` turns the last
+Every call is recorded: status, tokens as the provider reported them, and what went wrong. `failures` turns the last
 failure into the error of a turn.
 """
 
@@ -380,7 +380,7 @@ class Connection:
             self.writer.write(data)
             await self.writer.drain()
 
-    async def answer_error(self, status: int, message: str, headers: list[tuple[str, str]] | None = None) -> None:
+    async def answer_error(self, status: int, message: str) -> None:
         """An error in the envelope that both dialects share: type and message under `error`."""
         kinds = {
             401: "authentication_error",
@@ -390,7 +390,7 @@ class Connection:
         }
         error = {"type": kinds.get(status, "api_error"), "message": message, "code": None, "param": None}
         body = json.dumps({"type": "error", "error": error}).encode()
-        fields = [("content-type", "application/json"), ("content-length", str(len(body))), *(headers or [])]
+        fields = [("content-type", "application/json"), ("content-length", str(len(body)))]
         await self.send(h11.Response(status_code=status, headers=fields))
         await self.send(h11.Data(data=body))
         await self.send(h11.EndOfMessage())

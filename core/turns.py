@@ -227,7 +227,7 @@ class TurnRunner:
         stderr = asyncio.create_task(tail(sandbox.stderr, STDERR_BYTES))
         try:
             async with self.opened(live, sandbox):
-                await self.until_over(live, sandbox, output, reading)
+                await self.until_over(live, sandbox, output)
         finally:
             sandbox.kill()
             code = await sandbox.wait()
@@ -242,7 +242,7 @@ class TurnRunner:
         assert sandbox.door is not None
         return live.door.open(sandbox.door)
 
-    async def until_over(self, live: Live, sandbox: Sandbox, output: Output, reading: asyncio.Task[None]) -> None:
+    async def until_over(self, live: Live, sandbox: Sandbox, output: Output) -> None:
         """Waits for the terminal event or the exit. A cancel or a ceiling gets SIGTERM and a moment before the kill."""
         exited, budget = asyncio.create_task(sandbox.wait()), live.door.budget
         events = (live.cancelled, output.over, budget.exhausted)
