@@ -30,6 +30,12 @@ class Finding:
         return f"{self.level:4}  {self.what:12}  {self.text}"
 
 
+WATCHED = (
+    Finding("ok", "disk", "a watchdog that looks twice a second, per session; a floor of free space for the machine"),
+    Finding("ok", "output", "counted as it is read"),
+)
+
+
 def examine(npm_prefix: Path) -> list[Finding]:
     harnesses = registry(npm_prefix)
     found = asyncio.run(examine_sandbox(harnesses))
@@ -51,7 +57,7 @@ async def examine_sandbox(harnesses: dict[str, Harness]) -> list[Finding]:
         tools = await backend.inside(f"for t in {' '.join(TOOLS)}; do command -v $t >/dev/null && echo $t; done; true")
         missing = [tool for tool in TOOLS if tool not in tools.split()]
         traits = [Finding("ok" if strong else "weak", what, text) for what, text, strong in backend.traits()]
-        return [*traits, tools_finding(missing)]
+        return [*traits, *WATCHED, tools_finding(missing)]
     except SandboxUnavailable as error:
         return [Finding("bad", "sandbox", str(error))]
     finally:

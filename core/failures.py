@@ -11,6 +11,7 @@ from typing import Any
 
 from core.budget import Spent
 from core.egress import Call
+from core.sandbox.disk import Breach
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,11 @@ def exit_failure(calls: list[Call], code: int, stderr: str, *, memory_exceeded: 
     tail = f": {last[0][:300]}" if last[0] else ""
     message = f"The harness ended with {ended} and no terminal event{tail}"
     return Failure("server_error", message, "infrastructure", "harness_exited", params={"exit_code": code})
+
+
+def limit_failure(breach: Breach) -> Failure:
+    """A limit of the sandbox that was exceeded in a turn: the agent's doing."""
+    return Failure("sandbox_error", breach.message, "model", breach.reason, params=breach.params)
 
 
 def budget_failure(spent: Spent) -> Failure:

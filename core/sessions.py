@@ -40,6 +40,7 @@ from core.sandbox import Backend
 from core.sandbox.rooms import install, remove_tree
 from core.store import Store, new_id
 from core.turns import Live, TurnRunner
+from core.waiting import in_thread
 from core.wire import Agent, Environment, InputEvents, Message, SessionCreate, ToolResult
 
 PREFIX = "agent.session."
@@ -123,6 +124,9 @@ class Sessions:
         One transaction without an await: nobody sees half a session, and one that cannot be stored leaves no key.
         """
         harness = self.admit(request)
+        if self.runner.disk.short():
+            message = "The server's disk is down to its floor of free space; delete sessions, or make room on it."
+            raise unavailable(message, "artifact_storage_unavailable")
         session_id, now = new_id(), int(time.time())
         stored = new_session(request, session_id, (new_id(), new_id()), harness.name, now)
         try:
@@ -281,7 +285,7 @@ class Sessions:
             with self.store.transaction():
                 self.runner.session_event(live, "failed")
         await self.stop(session_id)
-        await asyncio.to_thread(self.backend.remove_room, session_id)
+        await in_thread(self.backend.remove_room, session_id, pool=self.runner.removers)
 
     async def stop(self, session_id: str) -> None:
         """Ends what runs of a session, and forgets what was in memory."""
@@ -296,7 +300,7 @@ class Sessions:
         with self.store.transaction():
             self.store.delete_session(session_id)
         await self.stop(session_id)
-        await asyncio.to_thread(self.remove_files, session_id)
+        await in_thread(self.remove_files, session_id, pool=self.runner.removers)
 
     def remove_files(self, session_id: str) -> None:
         remove_tree(self.runner.blobs(session_id).root)

@@ -1,7 +1,8 @@
 """Sandboxes: the only room that starts processes.
 
-`bubblewrap.py` is the backend, `launcher.py` the small process that forks sandboxes for it, `limits.py` what they
-may use. Nothing here knows sessions, harnesses or models: a `Command` goes in, a running `Sandbox` comes out.
+`bubblewrap.py` is the backend, `launcher.py` the small process that forks sandboxes for it, `limits.py` and `disk.py`
+hold what they may use. Nothing here knows sessions, harnesses or models: a `Command` goes in, a running `Sandbox` comes
+out.
 """
 
 from __future__ import annotations
@@ -29,21 +30,41 @@ class SandboxFailed(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one sandbox may use. Bytes, except `processes` and `open_files`."""
+    """What one sandbox may use. Bytes, except for `processes`, `cpus` and what is called files.
+
+    `disk` and `files` (directory entries) are those of a session: its room and its artifacts. `output` is what a
+    turn may print.
+    """
 
     processes: int
     memory: int
+    cpus: int
     file_size: int
+    disk: int
+    files: int
     temporary: int
+    output: int
     open_files: int = 4096
 
 
 GIB = 1 << 30
-CONTAINER_SIZES: Mapping[str, Limits] = {
-    "small": Limits(processes=256, memory=2 * GIB, file_size=GIB, temporary=GIB // 2),
-    "medium": Limits(processes=512, memory=4 * GIB, file_size=2 * GIB, temporary=GIB),
-    "large": Limits(processes=1024, memory=8 * GIB, file_size=4 * GIB, temporary=2 * GIB),
-}
+
+
+def scaled(size: int) -> Limits:
+    """The limits of a container size that is `size` times the small one."""
+    return Limits(
+        processes=256 * size,
+        memory=2 * GIB * size,
+        cpus=size,
+        file_size=GIB * size,
+        disk=2 * GIB * size,
+        files=200_000 * size,
+        temporary=GIB // 2 * size,
+        output=GIB * size,
+    )
+
+
+CONTAINER_SIZES: Mapping[str, Limits] = {"small": scaled(1), "medium": scaled(2), "large": scaled(4)}
 
 
 @dataclass(frozen=True)
@@ -109,3 +130,6 @@ class Backend(Protocol):
     def remove_room(self, name: str) -> None: ...
 
     def rooms_left(self) -> list[str]: ...
+
+    def processes(self) -> dict[str, list[int]]:
+        """The ids of the processes that run now, by the name of their room."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import platform
 import resource
@@ -50,6 +51,7 @@ TOOLS = "/opt/tools"
 PATH = f"{TOOLS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 READ_BYTES = 1 << 20
 START_SECONDS = 30.0
+NICENESS = 5  # of sandboxes whose CPU time no cgroup weighs
 NAMESPACE_HELP = (
     "bubblewrap cannot make namespaces on this host ({reason}). Allow them (as root: sysctl -w "
     "kernel.unprivileged_userns_clone=1 user.max_user_namespaces=10000 "
@@ -226,11 +228,23 @@ class BubblewrapBackend:
     def traits(self) -> list[tuple[str, str, bool]]:
         """(what, how it is done here, whether that is the strong way)."""
         user = "a user id of its own per sandbox" if self.uids else "the server's own user, in a namespace of its own"
-        memory = f"cgroup v{self.cgroups.version}" if self.cgroups else "a watchdog that looks twice a second"
+        version = f"cgroup v{self.cgroups.version}" if self.cgroups else ""
+        memory = version or "a watchdog that looks twice a second"
+        counted = "cgroup v2 and rlimit" if version == "cgroup v2" else "rlimit, counted per sandbox"
+        cpu = version if self.shares_cpu() else "rlimit per process, and lower priority: several may exceed the ceiling"
         filtered = seccomp.program() is not None
         calls = "dangerous calls are refused" if filtered else "no filter is known for this architecture"
         sandbox = f"bubblewrap on Linux {platform.release()}; {user}"
-        return [("sandbox", sandbox, True), ("memory", memory, bool(self.cgroups)), ("system calls", calls, filtered)]
+        return [
+            ("sandbox", sandbox, True),
+            ("system calls", calls, filtered),
+            ("processes", counted, True),
+            ("memory", memory, bool(version)),
+            ("cpu", cpu, self.shares_cpu()),
+            ("open files", "rlimit per process", True),
+            ("file size", "rlimit", True),
+            ("/tmp", "a tmpfs of bounded size; its files count as memory", True),
+        ]
 
     async def close(self) -> None:
         """Kills every sandbox and the launcher."""
@@ -255,6 +269,19 @@ class BubblewrapBackend:
     def remove_room(self, name: str) -> None:
         remove_tree(self.rooms / name)
 
+    def shares_cpu(self) -> bool:
+        """Whether cgroups bound and share CPU time here."""
+        return self.cgroups is not None and self.cgroups.cpu is not None
+
+    def processes(self) -> dict[str, list[int]]:
+        rooms = {sandbox.namespace: sandbox.room for sandbox in list(self.running.values()) if sandbox.namespace}
+        found: dict[str, list[int]] = {}
+        for process in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if process.name.isdigit() and (room := rooms.get(str((process / "ns/pid").readlink()))) is not None:
+                    found.setdefault(room, []).append(int(process.name))
+        return found
+
     def rooms_left(self) -> list[str]:
         """Names of rooms on disk, of this server or of an earlier one with the same data directory."""
         return [path.name for path in self.rooms.iterdir()]
@@ -264,7 +291,7 @@ class BubblewrapBackend:
         self.count += 1
         name = f"{room.path.name}-{self.count}"
         group = self.cgroups.create(name, limits) if self.cgroups else None
-        sandbox = BubblewrapSandbox(self, name, limits, group)
+        sandbox = BubblewrapSandbox(self, name, room.path.name, limits, group)
         self.running[name] = sandbox
         try:
             self.launch(sandbox, command, room, limits, seconds)
@@ -291,8 +318,9 @@ class BubblewrapBackend:
             "bwrap": self.bwrap,
             "argv": command.argv,
             "uid": room.uid,
-            "cgroup": str(sandbox.group) if sandbox.group else None,
-            "rlimits": rlimits(limits),
+            "cgroups": self.cgroups.joined(sandbox.group) if self.cgroups and sandbox.group else [],
+            "rlimits": rlimits(limits) | ({} if self.shares_cpu() else {"RLIMIT_CPU": cpu_seconds(limits, seconds)}),
+            "nice": 0 if self.shares_cpu() else NICENESS,
             "seconds": max(seconds, 0.0),
         }
         pipes = [os.pipe() for _ in range(1 if command.merge_stderr else 2)]
@@ -360,10 +388,12 @@ class BubblewrapSandbox:
 
     stdout: PipeReader
 
-    def __init__(self, backend: BubblewrapBackend, name: str, limits: Limits, group: Path | None) -> None:
+    def __init__(self, backend: BubblewrapBackend, name: str, room: str, limits: Limits, group: Path | None) -> None:
         loop = asyncio.get_running_loop()
         self.backend = backend
         self.name = name
+        self.room = room
+        self.namespace = ""
         self.limits = limits
         self.group = group
         self.stderr: PipeReader | None = None
@@ -375,6 +405,7 @@ class BubblewrapSandbox:
         self.lost = False
 
     def under_way(self, namespace: str) -> None:
+        self.namespace = namespace
         if not self.started.done():
             self.started.set_result(None)
         if self.group is None:
@@ -469,6 +500,11 @@ def rlimits(limits: Limits) -> dict[str, int]:
         "RLIMIT_NOFILE": limits.open_files,
         "RLIMIT_CORE": 1,  # at 0 the kernel still starts the host's program that collects core dumps, if there is one
     }
+
+
+def cpu_seconds(limits: Limits, seconds: float) -> int:
+    """The most CPU time that a payload of so many seconds could use within its ceiling."""
+    return max(1, math.ceil(seconds * limits.cpus))
 
 
 def raise_open_files() -> None:

@@ -142,8 +142,9 @@ def namespace_of(pid: int) -> str:
 def become(request: dict[str, Any], control: socket.socket, handed: list[int], status: int) -> None:
     """In the forked child: confines itself step by step, then turns into bwrap. Never returns normally."""
     os.setsid()
-    if request["cgroup"] is not None:
-        Path(request["cgroup"], "cgroup.procs").write_text("0")
+    for group in request["cgroups"]:
+        Path(group, "cgroup.procs").write_text("0")
+    os.nice(request["nice"])
     door = open_door()
     reply = {"id": request["id"], "event": "door"}
     socket.send_fds(control, [json.dumps(reply).encode()], [door.fileno()])
