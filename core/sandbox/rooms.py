@@ -18,6 +18,7 @@ from pathlib import Path
 from core.sandbox import Room
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+MOST_HELD = 64
 MANY = 2000  # entries, from which on a tree is removed by another process
 
 
@@ -129,38 +130,82 @@ class Level:
                 yield about
 
 
+class Opener:
+    """Opens directories without following links, also those of our own user whose mode forbids it.
+
+    Their modes come back when it is left; but only of the first MOST_HELD, each of which takes a descriptor.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[tuple[int, int]] = []  # descriptor, mode
+
+    def __enter__(self) -> Opener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor, mode in self.held:
+            with contextlib.suppress(OSError):
+                Path(f"/proc/self/fd/{descriptor}").chmod(mode)
+            os.close(descriptor)
+
+    def open(self, name: Path | str, parent: int | None) -> int | None:
+        """A descriptor; None when there is no such directory."""
+        try:
+            with contextlib.suppress(PermissionError):
+                found = os.open(name, DIRECTORY, dir_fd=parent)
+                if os.access(f"/proc/self/fd/{found}", os.X_OK):
+                    return found
+                os.close(found)
+            return self.unlock(name, parent)
+        except OSError:
+            return None
+
+    def unlock(self, name: Path | str, parent: int | None) -> int:
+        """Takes hold of the directory first, so that nothing else is opened in its place."""
+        held = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        mode, link = stat.S_IMODE(os.fstat(held).st_mode), Path(f"/proc/self/fd/{held}")
+        try:
+            link.chmod(mode | 0o500)
+            return os.open(link, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        finally:
+            if len(self.held) < MOST_HELD:
+                self.held.append((held, mode))
+            else:
+                os.close(held)
+
+
 def walk(root: Path) -> Generator[os.stat_result, None, None]:
-    """The state of every entry below a directory that may change meanwhile, at any depth, with two descriptors.
+    """The state of every entry below a directory that may change meanwhile, at any depth, with few descriptors.
 
     A directory is left by its "..", and found by its name from `root` when that leads elsewhere: it was moved.
     """
-    start = open_directory(root, None)
-    if start is None:
-        return
-    current: int | None = os.dup(start)
-    levels = [Level("", identity(start))]
-    try:
-        assert current is not None
-        yield from levels[-1].scan(current)
-        while levels:
-            if not levels[-1].left:
-                levels.pop()
-                current = climb(current, levels[-1].identity) if levels and current is not None else current
-                continue
-            if current is None and (current := descend(start, levels)) is None:
-                levels.pop()
-                continue
-            name = levels[-1].left.pop()
-            if (child := open_directory(name, current)) is None:
-                continue
-            os.close(current)
-            current = child
-            levels.append(Level(name, identity(child)))
-            yield from levels[-1].scan(child)
-    finally:
-        for descriptor in (start, current):
-            if descriptor is not None:
-                os.close(descriptor)
+    with Opener() as opener:
+        start = opener.open(root, None)
+        if start is None:
+            return
+        current: int | None = os.dup(start)
+        levels = [Level("", identity(start))]
+        try:
+            yield from levels[-1].scan(start)
+            while levels:
+                if not levels[-1].left:
+                    levels.pop()
+                    current = climb(current, levels[-1].identity) if levels and current is not None else current
+                    continue
+                if current is None and (current := descend(start, levels, opener)) is None:
+                    levels.pop()
+                    continue
+                name = levels[-1].left.pop()
+                if (child := opener.open(name, current)) is None:
+                    continue
+                os.close(current)
+                current = child
+                levels.append(Level(name, identity(child)))
+                yield from levels[-1].scan(child)
+        finally:
+            for descriptor in (start, current):
+                if descriptor is not None:
+                    os.close(descriptor)
 
 
 def identity(directory: int) -> tuple[int, int]:
@@ -180,40 +225,14 @@ def climb(current: int, expected: tuple[int, int]) -> int | None:
     return above
 
 
-def descend(start: int, levels: list[Level]) -> int | None:
+def descend(start: int, levels: list[Level], opener: Opener) -> int | None:
     """Opens the last of the levels by the names that lead to it; None when it is not there any more."""
     current = os.dup(start)
     for level in levels[1:]:
-        below = open_directory(level.name, current)
+        below = opener.open(level.name, current)
         os.close(current)
         if below is None:
             return None
         current = below
     levels[-1].identity = identity(current)
     return current
-
-
-def open_directory(name: Path | str, parent: int | None) -> int | None:
-    """Opens a directory without following links, also one of our own user whose mode forbids it; None: not there."""
-    try:
-        return os.open(name, DIRECTORY, dir_fd=parent)
-    except PermissionError:
-        with contextlib.suppress(OSError):
-            return open_closed(name, parent)
-    except OSError:
-        pass
-    return None
-
-
-def open_closed(name: Path | str, parent: int | None) -> int:
-    """Takes hold of the directory first, so that nothing else is opened in its place; its mode comes back at once."""
-    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    try:
-        mode, link = stat.S_IMODE(os.fstat(held).st_mode), Path(f"/proc/self/fd/{held}")
-        link.chmod(mode | 0o500)
-        try:
-            return os.open(link, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        finally:
-            link.chmod(mode)
-    finally:
-        os.close(held)
