@@ -31,7 +31,7 @@ class Finding:
 
 
 WATCHED = (
-    Finding("ok", "disk", "a watchdog that looks twice a second, per session; a floor of free space for the machine"),
+    Finding("ok", "disk", "a watchdog that looks five times a second; a floor of free space for the machine"),
     Finding("ok", "output", "counted as it is read"),
 )
 

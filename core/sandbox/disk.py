@@ -1,13 +1,14 @@
 """The disk that sandboxes may use: a limit per session, and a floor of free space for the whole machine.
 
-No quota of a file system is assumed, so this is a watchdog. Twice a second it asks how full the file system of the data
-directory is, which costs nothing. It measures a session's directories only when the file system grew by half of what
-that session has left since it was last measured, and every MASKED_SECONDS, as others may free what one fills. So the
-measurings become frequent where the limit is near; what is written between two looks may exceed it.
+No quota of a file system is assumed, so this is a watchdog. Five times a second it asks how full the file system of the
+data directory is, which costs nothing. It measures a session's directories only when the file system grew by half of
+what that session has left since it was last measured, and every MASKED_SECONDS, as others may free what one fills. So
+the measurings become frequent where the limit is near. A sandbox has no `fallocate` (`seccomp.py`): space is taken no
+faster than it is written.
 
 Counted are blocks, not lengths: a sparse file counts what it holds, a hard-linked one once, and one that was deleted as
 long as a process of the sandbox has it open. Not seen: deleted files that are only mapped or on their way through a
-socket, and what half a second holds. The floor bounds both: whoever grew most is killed when it is reached.
+socket, and what is written between two looks. The floor bounds both: whoever grew most is killed when it is reached.
 
 Not here: how a sandbox is killed, and what becomes of its turn. The tmpfs of a sandbox is memory (`limits.py`).
 """
@@ -29,7 +30,7 @@ from pathlib import Path
 from core.sandbox import Limits
 from core.sandbox.rooms import walk
 
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.2
 MASKED_SECONDS = 5.0
 STEP_BYTES, STEP_FILES = 16 << 20, 1024  # growth that is never worth a look
 REST, SHORT_REST = 10, 2  # a measuring is not repeated before so many times what it took; short: the limit may be hit
