@@ -136,6 +136,7 @@ def test_doctor_says_what_holds_here(tmp_path: Path) -> None:
     done = command("doctor", "--npm-prefix", str(tmp_path), PATH="/usr/bin:/bin")
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
     assert done.returncode == 3 and "Traceback" not in done.stderr
-    for name in ("sandbox", "codex", "claude_sdk", "shell"):
+    for name in ("sandbox", "processes", "disk", "output", "codex", "claude_sdk", "shell"):
         assert lines[name].startswith("ok ")
+    assert "memory" in lines and "cpu" in lines  # by cgroups or, weaker, without
     assert lines["pi"].startswith("weak ") and "npm install" in lines["pi"]

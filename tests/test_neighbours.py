@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 from attack import members, namespaces_of
-from conftest import Core, Gateway, core_of, until
+from conftest import HOSTED, Core, Gateway, core_of, until
 
 PYTHON = "python3 - <<'END'\n{}\nEND\nsleep 600"
 HOSTILE = {
@@ -65,6 +65,17 @@ class Neighbourhood:
         until(lambda: not members(self.namespaces | namespaces_of(self.mark)))
 
 
+def codex(core: Core, gateway: Gateway) -> str:
+    return str(
+        core.sessions.create(
+            agent={"model": "oracle", "x_agents_core": {"harness": "codex"}},
+            environment=HOSTED,
+            input="go",
+            extra_body={"x_agents_core": {"model_provider": gateway.bundle("codex")}},
+        ).id
+    )
+
+
 def watch_answers(core: Core, session_ids: list[str]) -> Iterator[float]:
     """Seconds that each question took, until all of the sessions' turns are over."""
     left = list(session_ids)
@@ -94,7 +105,7 @@ def test_four_honest_sandboxes_finish_beside_sixteen_hostile_ones(gateway: Gatew
         hostile = Neighbourhood(core, list(HOSTILE) * 2)
         started = time.monotonic()
         shells = [core.shell(HONEST).id for _ in range(2)]
-        agents = [core.agent("codex", gateway.bundle("codex")).id for _ in range(2)]
+        agents = [codex(core, gateway) for _ in range(2)]
         slowest = max(watch_answers(core, shells + agents))
         took = time.monotonic() - started
         for session_id in shells + agents:

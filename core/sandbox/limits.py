@@ -159,7 +159,7 @@ def held_bytes(namespace: str, limit: int) -> int:
     Cheap and too much at first, as pages that processes share count for each. Exact when that exceeds `limit`.
     """
     processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and inside(entry, namespace)]
-    kept = max(map(temporary_bytes, processes), default=0)
+    kept = max(map(temporary_bytes, processes[:1]), default=0)  # all of them see the same
     total = kept + sum(map(resident_bytes, processes))
     return total if total <= limit else kept + sum(map(proportional_bytes, processes))
 
@@ -169,8 +169,10 @@ def temporary_bytes(process: Path) -> int:
     total = 0
     for place in TEMPORARY:
         with contextlib.suppress(OSError):
-            about = os.statvfs(process / "root" / place)
-            total += (about.f_files - about.f_ffree) * TMPFS_INODE
+            seen = process / "root" / place
+            if seen.stat().st_dev != Path("/", place).stat().st_dev:  # else it is the host's: bwrap is not done yet
+                about = os.statvfs(seen)
+                total += (about.f_files - about.f_ffree) * TMPFS_INODE
     return total
 
 
