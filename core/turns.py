@@ -257,13 +257,13 @@ class TurnRunner:
         output = Output(live.harness.reader(), live.limits.output, lambda effects: self.apply(live, recorder, effects))
         reading = asyncio.create_task(output.follow(sandbox.stdout))
         stderr = asyncio.create_task(output.tail(sandbox.stderr, STDERR_BYTES))
-        with self.watching(live, sandbox, held) as watched:
-            try:
+        try:
+            with self.watching(live, sandbox, held) as watched:
                 async with self.opened(live, sandbox):
                     await self.until_over(live, sandbox, output)
-            finally:
-                sandbox.kill()
-                code = await sandbox.wait()
+        finally:
+            sandbox.kill()
+            code = await sandbox.wait()
         await reading
         said = (await stderr).decode(errors="replace")
         cancelled, found = live.cancelled.is_set(), watched.breach or output.breach

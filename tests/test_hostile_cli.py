@@ -93,6 +93,18 @@ def test_a_flood_is_bounded(impostor: tuple[Core, Callable[[str], None]], flood:
     assert resident_mb(core.service.process.pid) - before < 80
 
 
+@pytest.mark.parametrize("stream", [1, 2], ids=["one line", "stderr"])
+def test_a_flood_without_end_is_ended(impostor: tuple[Core, Callable[[str], None]], stream: int) -> None:
+    core, become = impostor
+    become(f"cat /dev/zero >&{stream}")
+    before = resident_mb(core.service.process.pid)
+    _, turn = run(core)
+    failure = turn.to_dict()["x_agents_core"]["failure"]
+    assert (turn.status, turn.error.code) == ("failed", "sandbox_error")
+    assert (failure["class"], failure["reason"]) == ("model", "output_exceeded")
+    assert resident_mb(core.service.process.pid) - before < 80
+
+
 @pytest.mark.parametrize("text", ["", "x" * 500], ids=["short", "long"])
 def test_a_flood_of_events_ends_the_turn(impostor: tuple[Core, Callable[[str], None]], text: str) -> None:
     core, become = impostor
