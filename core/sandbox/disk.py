@@ -7,9 +7,9 @@ the measurings become frequent where the limit is near. A sandbox has no `falloc
 faster than it is written.
 
 Counted are blocks, not lengths: a sparse file counts what it holds, a hard-linked one once, and one that was deleted as
-long as a process of the sandbox has it open. Not seen, neither by the limit nor by the floor: deleted files that are only
-mapped or on their way through a socket. They are gone with the sandbox. What is written between two looks may exceed a
-limit; when the floor is reached, whoever grew most is killed.
+long as a process of the sandbox has it open. Not seen, neither by the limit nor by the floor: deleted files that are
+only mapped or on their way through a socket. They are gone with the sandbox. What is written between two looks may
+exceed a limit; when the floor is reached, whoever grew most is killed.
 
 Not here: how a sandbox is killed, and what becomes of its turn. The tmpfs of a sandbox is memory (`limits.py`).
 """
