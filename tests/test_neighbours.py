@@ -2,7 +2,7 @@
 the hostile are ended nothing of them is left.
 
 That each of these attacks does harm where nothing bounds it is shown beside each limit, in `test_sandbox.py` and
-`test_limits.py`.
+`test_sandbox_limits.py`.
 """
 
 from __future__ import annotations
