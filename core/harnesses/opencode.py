@@ -54,7 +54,7 @@ class OpenCode(Harness):
 
     def launch(self, turn: TurnRequest) -> Launch:
         assert self.found is not None
-        argv = [self.found[1], "run", "--pure", "--format", "json", "--title", "session"]
+        argv = [self.found[1], "run", "--pure", "--format", "json", "--thinking", "--title", "session"]
         argv += ["--model", f"door/{turn.agent.model}"]
         if turn.thread:
             argv += ["--session", turn.thread]
