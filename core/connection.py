@@ -11,6 +11,10 @@ requests (uvicorn's keep-alive).
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import socket
+import struct
+import termios
 import time
 from typing import Any
 
@@ -18,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 LOOKS = 4  # at each connection, in the time that it has
 BYTES_PER_SECOND = 1024  # that a client takes in at least
+AT_ONCE = struct.pack("ii", 1, 0)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -50,16 +55,25 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def look(self) -> None:
-        now, unsent = time.monotonic(), self.transport.get_write_buffer_size()
+        connection = self.transport.get_extra_info("socket")
+        now, unsent = time.monotonic(), self.transport.get_write_buffer_size() + queued(connection)
         share = BYTES_PER_SECOND * self.seconds / LOOKS
         if unsent == 0 or self.unsent == 0 or unsent <= self.unsent - share:
             self.taken_at = now
         self.unsent = unsent
         late = self.asked_at is not None and now - self.asked_at > self.seconds
         if late or now - self.taken_at > self.seconds:
+            # Without this the kernel would go on offering what it still holds, for minutes.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
             self.transport.abort()
         else:
             self.look_later()
+
+
+def queued(connection: socket.socket) -> int:
+    """Bytes that the kernel holds until the client has them; it asks for more only when many of them are gone."""
+    (size,) = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
+    return int(size)
 
 
 def connections(seconds: float) -> type[asyncio.Protocol]:
