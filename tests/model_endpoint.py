@@ -86,8 +86,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.endpoint.requests[label].append(Request(self.path, headers, self.body))
         if rest[-1] == "count_tokens":
             self.whole(200, {"input_tokens": 11})
-        elif behaviour.isdigit():
-            self.error(int(behaviour), {"message": f"told to answer {behaviour}"})
+        elif behaviour[:3].isdigit():  # a status, and a code perhaps: `429-usage_limit_exceeded`
+            status, _, code = behaviour.partition("-")
+            self.error(int(status), {"message": f"told to answer {status}", **({"code": code} if code else {})})
         else:
             BEHAVIOURS[behaviour](self)
 
