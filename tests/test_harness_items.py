@@ -133,6 +133,23 @@ def test_an_edit_that_fails(core: Core, model: ModelEndpoint, harness: str) -> N
     assert told == ([] if harness == "codex" else [("apply_patch", "failed")])
 
 
+# harness → a command that its tool ends after two seconds, and what tells so (codex has no such deadline of its own)
+DEADLINES: dict[str, tuple[tuple[str, Doc], str]] = {
+    "codex": (("exec_command", {"cmd": "timeout 2 sleep 60", "yield_time_ms": 30000}), "124"),
+    "claude_sdk": (("Bash", {"command": "sleep 60", "timeout": 2000}), "timed out after 2s"),
+    "pi": (("bash", {"command": "sleep 60", "timeout": 2}), "timed out after 2 seconds"),
+    "opencode": (("bash", {"command": "sleep 60", "timeout": 2000, "description": "run it"}), "timeout 2000 ms"),
+}
+
+
+def test_the_record_names_the_inner_deadline(core: Core, model: ModelEndpoint, harness: str) -> None:
+    """The command's own, not the turn's, and the turn goes on."""
+    call, words = DEADLINES[harness]
+    turn, (command, _) = play(core, model, harness, Step([call]))
+    assert turn.status == "completed" and turn.completed_at - turn.started_at < 30
+    assert command["status"] == "failed" and words in f"{command['output']} {command['exit_code']}"
+
+
 # ── a harness that its agent kills ────────────────────────────────────────────────────────────────
 
 # From a session of its own, which no harness ends with the command: all others but the sandbox's first process.
