@@ -22,14 +22,16 @@ from core import failures
 from core.artifacts import Blobs, Capture, CaptureFailed, capture
 from core.documents import TERMINAL, add_usage, artifact_document, environment_state, session_document
 from core.egress import DOOR_URL, Call, Door
-from core.failures import Failure
+from core.errors import unavailable
+from core.failures import Death, Failure
 from core.harnesses import Effect, Ended, Harness, OutputReader, Thread, TurnRequest
 from core.recorder import Recorder
 from core.sandbox import CONTAINER_SIZES, OUTPUTS, Backend, Command, Limits, Room, Sandbox, SandboxFailed
 from core.sandbox.disk import Breach, DiskWatcher, Usage, Watched, breach, measure
+from core.sandbox.oom import host_oom_kills
 from core.sandbox.pipes import PipeReader
 from core.sandbox.rooms import install, open_up
-from core.store import Store, new_id
+from core.store import StorageFailed, Store, new_id
 from core.traces import span
 from core.waiting import in_thread, within
 from core.wire import Agent, Environment
@@ -42,6 +44,8 @@ STDERR_BYTES = 16 << 10
 GRACE_SECONDS = 1.0
 REMOVERS = 32
 STEP_SECONDS = 120.0
+LINE = 1024  # turns and preparations that may wait for a slot
+STORE_AGAIN_SECONDS = 1.0
 PREPARATION_SECONDS = 1800.0
 PREFIX = "agent.session."
 
@@ -81,12 +85,10 @@ class Outcome:
     """How the harness's process went. `ended` is None when there was no terminal event."""
 
     ended: Ended | None
-    code: int
-    stderr: str
     cancelled: bool
-    memory_exceeded: bool
     lost: bool
     flooded: bool
+    death: Death
     breach: Breach | None
     watched: Watched
 
@@ -102,6 +104,7 @@ class TurnRunner:
         self.disk = DiskWatcher(blobs.parent, backend.processes)
         # Removing takes a while where an agent left a million files; nothing else shall wait for that.
         self.removers = ThreadPoolExecutor(REMOVERS, "remove")
+        self.line: set[asyncio.Task[None]] = set()  # those that wait for a slot
         blobs.mkdir(mode=0o700, exist_ok=True)
 
     def blobs(self, session_id: str) -> Blobs:
@@ -118,17 +121,42 @@ class TurnRunner:
         """Sessions with blobs on disk, of this server or of an earlier one."""
         return [path.name for path in self.blob_root.iterdir()]
 
+    def check_line(self) -> None:
+        """Raises ApiError (503) when too many wait already."""
+        if len(self.line) >= LINE:
+            message = f"{LINE} turns wait for a sandbox already; try again later."
+            raise unavailable(message, "execution_unavailable")
+
     async def run(self, live: Live, turn_id: str | None) -> None:
         """Prepares the session if it is not, then runs the turn, if any. Any defect here fails the turn."""
+        task = asyncio.current_task()
+        assert task is not None
         async with live.lock, self.slots:
+            self.line.discard(task)
             try:
                 if await self.prepare(live, turn_id) and turn_id is not None:
                     await self.run_turn(live, turn_id)
+            except StorageFailed as error:
+                await self.fail_once_stored(live, turn_id, failures.storage_failure(str(error), "turn"))
             except Exception as error:
-                if turn_id is not None:
-                    message = f"The server failed: {type(error).__name__}."
-                    self.fail(live, turn_id, Failure("internal_error", message, "infrastructure", "server_defect"))
+                message = f"The server failed: {type(error).__name__}."
+                failure = Failure("internal_error", message, "infrastructure", "server_defect")
+                await self.fail_once_stored(live, turn_id, failure)
                 raise
+
+    async def fail_once_stored(self, live: Live, turn_id: str | None, failure: Failure) -> None:
+        """Ends a turn, or a preparation, that nothing runs for any more; on a full disk as soon as that can be told."""
+        while True:
+            try:
+                if self.session(live)["_environment"]["status"] == "pending":
+                    self.fail_environment(live, turn_id, failure)
+                elif turn_id is not None:
+                    begun = self.turn(live, turn_id)["status"] == "in_progress"
+                    recorder = Recorder.reopened(self.store, live.session_id, turn_id) if begun else None
+                    self.fail(live, turn_id, failure, recorder)
+                return
+            except StorageFailed:
+                await asyncio.sleep(STORE_AGAIN_SECONDS)
 
     # ── preparation ───────────────────────────────────────────────────────────────────────────────
 
@@ -252,7 +280,7 @@ class TurnRunner:
         """Runs the harness to its terminal event, its exit, or a cancel; returns when its sandbox is gone."""
         launch = live.harness.launch(self.request(live, turn_id))
         await in_thread(lay_out, live.room, launch.home_files)
-        started = time.monotonic()
+        started, kills = time.monotonic(), host_oom_kills()
         sandbox = await self.backend.run(launch.command, live.room, live.limits, live.seconds_left())
         output = Output(live.harness.reader(), live.limits.output, lambda effects: self.apply(live, recorder, effects))
         reading = asyncio.create_task(output.follow(sandbox.stdout))
@@ -269,17 +297,9 @@ class TurnRunner:
         cancelled, found = live.cancelled.is_set(), watched.breach or output.breach
         if not cancelled and not sandbox.lost and not output.flooded and found is None:
             output.exited(code, time.monotonic() - started)
-        return Outcome(
-            output.ended,
-            code,
-            said,
-            cancelled,
-            sandbox.memory_exceeded(),
-            sandbox.lost,
-            output.flooded,
-            found,
-            watched,
-        )
+        starved = kills is None or host_oom_kills() != kills
+        death = Death(code, said, memory_exceeded=sandbox.memory_exceeded(), host_starved=starved)
+        return Outcome(output.ended, cancelled, sandbox.lost, output.flooded, death, found, watched)
 
     def opened(self, live: Live, sandbox: Sandbox) -> contextlib.AbstractAsyncContextManager[None]:
         assert sandbox.door is not None
@@ -303,8 +323,8 @@ class TurnRunner:
                 wait.cancel()
 
     def request(self, live: Live, turn_id: str) -> TurnRequest:
-        page = self.store.page("items", {"turn_id": turn_id}, limit=1, descending=False, after=None)
-        text = "\n\n".join(part["text"] for part in page.data[0]["content"])
+        said = [item for item in self.store.items(turn_id) if item.get("role") == "user"]
+        text = "\n\n".join(part["text"] for item in said for part in item["content"])
         thread = self.session(live)["_thread"]
         env = live.variables()
         return TurnRequest(live.agent, live.door.bundle, DOOR_URL, live.door.key, text, env, thread)
@@ -339,11 +359,10 @@ class TurnRunner:
             self.fail(live, turn_id, failures.FLOODED, recorder)
         elif outcome.ended is not None:
             self.fail(live, turn_id, failures.turn_failure(calls, outcome.ended.error or ""), recorder)
+        elif live.seconds_left() <= 0:  # the launcher killed it then, which the session's timer is about to tell
+            self.fail(live, turn_id, failures.EXPIRED, recorder)
         else:
-            failure = failures.exit_failure(
-                calls, outcome.code, outcome.stderr, memory_exceeded=outcome.memory_exceeded
-            )
-            self.fail(live, turn_id, failure, recorder)
+            self.fail(live, turn_id, failures.exit_failure(calls, outcome.death), recorder)
 
     async def complete(self, live: Live, turn_id: str, recorder: Recorder) -> None:
         blobs = self.blobs(live.session_id)
@@ -359,7 +378,7 @@ class TurnRunner:
         except CaptureFailed as error:
             self.fail(live, turn_id, failures.capture_failure(str(error)), recorder)
         except OSError as error:
-            self.fail(live, turn_id, failures.storage_failure(error.strerror or "I/O error"), recorder)
+            self.fail(live, turn_id, failures.storage_failure(error.strerror or "I/O error", "capture"), recorder)
         finally:
             await in_thread(blobs.keep, self.store.digests(live.session_id))
 
@@ -427,7 +446,8 @@ class TurnRunner:
         self.session_event(live, "failed" if status == "failed" else "idle")
 
     def add_span(self, live: Live, turn_id: str, stored_span: Doc) -> None:
-        with self.store.transaction():
+        """On a full disk the trace lacks a span; what the turn itself cannot store then ends it."""
+        with contextlib.suppress(StorageFailed), self.store.transaction():
             self.store.add_span(live.session_id, turn_id, stored_span)
 
     # ── reading and telling ───────────────────────────────────────────────────────────────────────

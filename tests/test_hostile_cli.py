@@ -33,18 +33,24 @@ def impostor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Core, C
         yield connect(running), become
 
 
-def run(core: Core) -> tuple[str, Any]:
-    session = core.sessions.create(
-        agent={"model": "m"}, environment=HOSTED, input="go", extra_body={"x_agents_core": {"model_provider": BUNDLE}}
-    )
-    return session.id, core.turn(session.id, seconds=60)
+def start(core: Core, **extension: Any) -> str:
+    extension = {"x_agents_core": {"model_provider": BUNDLE, **extension}}
+    session = core.sessions.create(agent={"model": "m"}, environment=HOSTED, input="go", extra_body=extension)
+    return str(session.id)
+
+
+def run(core: Core, **extension: Any) -> tuple[str, Any]:
+    session_id = start(core, **extension)
+    return session_id, core.turn(session_id, seconds=60)
 
 
 # script, (status, error code, class), words of the message
 CASES: dict[str, tuple[str, tuple[str, str, str], str]] = {
     "ends in silence": ("exit 0", ("failed", "server_error", "infrastructure"), "status 0 and no terminal event"),
     "crashes": ("echo 'the last word' >&2; exit 9", ("failed", "server_error", "infrastructure"), "the last word"),
+    # Its model never answered, so the agent had no hand in it.
     "is killed": ("kill -9 $$", ("failed", "server_error", "infrastructure"), "signal 9"),
+    "has a fault": ("kill -SEGV $$", ("failed", "server_error", "infrastructure"), "signal 11"),
     "prints no JSON": (
         "echo '{\"type\":'; echo nonsense; echo '[]'; echo 7; printf '\\xff\\xfe\\n'; exit 1",
         ("failed", "server_error", "infrastructure"),
@@ -70,6 +76,31 @@ def test_it_ends_the_turn_with_the_right_error(impostor: tuple[Core, Callable[[s
     assert (turn.status, turn.error.code, failure["class"]) == expected
     assert words in turn.error.message
     assert core.sessions.items.list(session_id).data  # readable, whatever was in it
+
+
+HANGS = {
+    "in silence": "sleep 600",
+    "deaf to SIGTERM": "trap '' TERM INT HUP; while :; do sleep 600; done",
+    "stopped": "kill -STOP $$",
+    "with its output closed": "exec >&- 2>&-; sleep 600",
+    "in the middle of a line": """printf '{"type":"turn.'; sleep 600""",
+}
+
+
+@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
+def test_one_that_hangs_ends_with_its_ceiling_or_a_cancel(
+    impostor: tuple[Core, Callable[[str], None]], hang: str
+) -> None:
+    core, become = impostor
+    become(hang)
+    _, turn = run(core, limits={"max_turn_seconds": 1})
+    failure = turn.to_dict()["x_agents_core"]["failure"]
+    assert (turn.status, turn.error.code, failure["class"]) == ("failed", "session_budget_exceeded", "budget")
+    assert failure["reason"] == "budget_seconds" and turn.completed_at - turn.started_at < 11
+    session_id = start(core)
+    core.running(session_id)
+    core.cancel(session_id)
+    assert core.turn(session_id, seconds=10).status == "cancelled"
 
 
 def resident_mb(pid: int) -> float:
