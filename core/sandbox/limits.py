@@ -61,12 +61,19 @@ class Cgroups:
         self.parent.mkdir()
         if self.version == 2:
             (self.parent / "cgroup.subtree_control").write_text("+memory +pids")
-        self.remove(self.create("probe", Limits(16, 1 << 26, 0, 0)))
+        probe = self.create("probe")
+        try:
+            self.limit(probe, Limits(16, 1 << 26, 0, 0))
+        finally:
+            self.remove(probe)
 
-    def create(self, name: str, limits: Limits) -> Path:
-        """Makes the group of one sandbox; a process joins by writing itself to its cgroup.procs."""
+    def create(self, name: str) -> Path:
+        """Makes the group of one sandbox, unlimited; a process joins by writing itself to its cgroup.procs."""
         group = self.parent / name
         group.mkdir()
+        return group
+
+    def limit(self, group: Path, limits: Limits) -> None:
         if self.version == 2:
             (group / "pids.max").write_text(str(limits.processes))
             (group / "memory.max").write_text(str(limits.memory))
@@ -77,7 +84,6 @@ class Cgroups:
         for file, value in optional.items():
             with contextlib.suppress(OSError):
                 (group / file).write_text(value)
-        return group
 
     def oom_kills(self, group: Path) -> int:
         """How many processes the kernel has killed in there for want of memory."""
