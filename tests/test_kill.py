@@ -19,7 +19,7 @@ import pytest
 from attack import end, hear, inside, members, namespaces_of, processes, script_of
 from conftest import NO_NETWORK, ROOT, UNPRIVILEGED, Core, core_in, core_of, until
 
-from core.sandbox.bubblewrap import PREWARMED
+from core.sandbox.bubblewrap import SPARES
 
 GONE_SECONDS = 10
 
@@ -104,7 +104,7 @@ def names_below(launcher: int) -> list[str]:
 def waiting(core: Core) -> set[int]:
     """The sandboxes that wait for a payload, once they are as many as there should be and nothing else is left."""
     launcher = launchers(core)[1]
-    until(lambda: len(found := names_below(launcher)) == PREWARMED and "bwrap" not in found, GONE_SECONDS)
+    until(lambda: len(found := names_below(launcher)) == SPARES and "bwrap" not in found, GONE_SECONDS)
     return set(children(launcher))
 
 
@@ -157,7 +157,7 @@ def test_sessions_deleted_while_their_sandboxes_start_leave_nothing(box: Core) -
 
     asyncio.run(asyncio.wait_for(all_of_them(), 60))
     assert inside(box, "print(1)") == 1
-    assert len(waiting(box)) == PREWARMED
+    assert len(waiting(box)) == SPARES
 
 
 @pytest.mark.parametrize("user", ["root", "unprivileged"])
@@ -166,7 +166,7 @@ def test_a_sandbox_that_waited_serves_once(user: str) -> None:
         before = waiting(core)
         assert inside(core, "print(1)") == 1
         after = waiting(core)
-        assert len(before & after) == PREWARMED - 1  # the one that served was replaced
+        assert len(before & after) == SPARES - 1  # the one that served was replaced
         assert not (before - after) & set(processes())
 
 

@@ -50,7 +50,7 @@ TOOLS = "/opt/tools"
 PATH = f"{TOOLS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 READ_BYTES = 1 << 20
 START_SECONDS = 30.0
-PREWARMED = 4  # sandboxes that wait for a payload
+SPARES = 4
 NAMESPACE_HELP = (
     "bubblewrap cannot make namespaces on this host ({reason}). Allow them (as root: sysctl -w "
     "kernel.unprivileged_userns_clone=1 user.max_user_namespaces=10000 "
@@ -141,9 +141,10 @@ class BubblewrapBackend:
     """Starts sandboxes through the launcher.
 
     `data` is the server's directory: rooms lie in `data/rooms`. `mounts` are read-only host paths for harnesses.
+    `spares` is how many sandboxes wait for a payload.
     """
 
-    def __init__(self, data: Path, mounts: list[Mount]) -> None:
+    def __init__(self, data: Path, mounts: list[Mount], spares: int = SPARES) -> None:
         self.data = data
         self.rooms = data / "rooms"
         self.mounts = mounts
@@ -152,6 +153,7 @@ class BubblewrapBackend:
         self.first_number = zlib.crc32(os.fsencode(data.resolve()))
         self.cgroups: Cgroups | None = None
         self.running: dict[str, BubblewrapSandbox] = {}  # by name; those that wait too
+        self.spares = spares
         self.prewarmed: list[BubblewrapSandbox] = []
         self.control: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -298,7 +300,7 @@ class BubblewrapBackend:
     def prewarm(self) -> None:
         """Fills up what waits. Where that fails, the next `run` prepares its own, and fails with the reason."""
         with contextlib.suppress(SandboxFailed, OSError):
-            while len(self.prewarmed) < PREWARMED:
+            while len(self.prewarmed) < self.spares:
                 self.prewarmed.append(self.prepare())
 
     def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits, seconds: float) -> None:
