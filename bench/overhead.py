@@ -115,28 +115,31 @@ def sweep(core: int, exports: dict[str, str], rollouts: int, concurrency: int) -
     return Sweep(wall, script, after[0][0] - before[0][0], sandbox, usage.ru_maxrss / 1024, peak_mb(core))
 
 
-def bare_bwrap(runs: int) -> tuple[float, list[float]]:
-    """Bare bwrap, nothing of ours around it: (CPU in ms per run of the work, ms to the first byte of an `echo`)."""
-    bwrap = find_bwrap_on_host()
+def bare_command() -> list[str]:
+    """bwrap with nothing of ours around it, but for the command it runs."""
+    usr = ["--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"]
+    usr += ["--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    return [find_bwrap_on_host(), "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *usr]
+
+
+def bare_cpu_ms(runs: int) -> float:
+    """CPU of bare bwrap per run of the work."""
     with tempfile.TemporaryDirectory() as folder:
-        usr = ["--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"]
-        usr += ["--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-        command = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *usr]
-        working = [*command, "--bind", folder, "/workspace", "--chdir", "/workspace", "/bin/bash", "-c", WORK]
+        workspace = ["--bind", folder, "/workspace", "--chdir", "/workspace"]
+        working = [*bare_command(), *workspace, "/bin/bash", "-c", WORK]
         inherit_orphans()
         before = children_ms()
         for _ in range(runs):
             subprocess.run(working, check=True)
             wait_for_orphans()
-        cpu = (children_ms() - before) / runs
-        walls = []
-        for _ in range(runs):
-            started = time.perf_counter()
-            with subprocess.Popen([*command, "/bin/echo"], stdout=subprocess.PIPE) as process:
-                assert process.stdout is not None and process.stdout.read(1)
-                walls.append((time.perf_counter() - started) * 1000)
-            wait_for_orphans()
-    return cpu, walls
+        return (children_ms() - before) / runs
+
+
+def bare_first_byte_ms() -> float:
+    started = time.perf_counter()
+    with subprocess.Popen([*bare_command(), "/bin/echo"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.read(1)
+        return (time.perf_counter() - started) * 1000
 
 
 def inherit_orphans() -> None:
@@ -163,22 +166,23 @@ def children_ms() -> float:
 
 @dataclass
 class Starts:
-    """Starts of Core's own sandboxes: ms each to the payload's first byte, and CPU in ms per sandbox, Core's apart."""
+    """Starts of sandboxes: ms each to the payload's first byte, and CPU in ms per sandbox, Core's apart."""
 
     walls: list[float]
     cpu: float = 0.0
 
 
 async def sandbox_starts(runs: int) -> dict[str, Starts]:
-    """With sandboxes that wait for their payload, as Core has them, and cold; ten of each in turns."""
+    """Of Core's own, with some that wait for their payload, as it has them, and cold; of bare bwrap; ten in turns."""
     async with contextlib.AsyncExitStack() as stack:
         backends = {kind: await stack.enter_async_context(backend(*spares)) for kind, spares in KINDS.items()}
-        starts = {kind: Starts([]) for kind in KINDS}
+        starts = {kind: Starts([]) for kind in (*KINDS, "bare")}
         for _ in range(runs // 10):
             for kind, (used, launcher) in backends.items():
                 cpu = sum(stat_cpu_ms(launcher))
                 starts[kind].walls += [await first_byte_ms(used) for _ in range(10)]
                 starts[kind].cpu += (sum(stat_cpu_ms(launcher)) - cpu) / runs
+            starts["bare"].walls += [bare_first_byte_ms() for _ in range(10)]
     return starts
 
 
@@ -284,7 +288,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # First, while nothing runs: the kernel takes seconds to clean up behind a sweep's network namespaces.
     starts = asyncio.run(sandbox_starts(100))
-    bare_cpu, bare_walls = bare_bwrap(100)
+    bare_cpu = bare_cpu_ms(100)
     with service("core", "serve") as (core, exports):
         start = sweep(core, exports, 1, 1)
         run = sweep(core, exports, arguments.rollouts, arguments.concurrency)
@@ -298,10 +302,10 @@ def main() -> None:
     print(f"sandbox {run.sandbox / count:.1f} ms; together {total:.1f} ms")
     print(f"  the work by bare bwrap {bare_cpu:.1f} ms; ratio {total / bare_cpu:.1f} x (budget 4 x)")
     print(f"memory, peak             script {run.script_peak:.0f} MB, core {run.core_peak:.0f} MB")
-    bare_p50 = statistics.median(bare_walls)
-    for kind, start_of in starts.items():
-        p50, p95 = statistics.median(start_of.walls), percentile(start_of.walls, 0.95)
-        print(f"sandbox start, {kind:9} p50 {p50:.1f} ms, p95 {p95:.1f} ms, CPU {start_of.cpu:.1f} ms; ", end="")
+    bare_p50 = statistics.median(starts["bare"].walls)
+    for kind in KINDS:
+        p50, p95 = statistics.median(starts[kind].walls), percentile(starts[kind].walls, 0.95)
+        print(f"sandbox start, {kind:9} p50 {p50:.1f} ms, p95 {p95:.1f} ms, CPU {starts[kind].cpu:.1f} ms; ", end="")
         print(f"ratio {p50 / bare_p50:.1f} x (budget 2 x)")
     print(f"  bare bwrap … echo      p50 {bare_p50:.1f} ms")
     if codex:

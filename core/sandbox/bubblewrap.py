@@ -298,7 +298,12 @@ class BubblewrapBackend:
         return sandbox
 
     def prewarm(self) -> None:
-        """Fills up what waits. Where that fails, the next `run` prepares its own, and fails with the reason."""
+        """Fills up what waits, unless a start is under way, which needs the processors more.
+
+        Where that fails, the next `run` prepares its own, and fails with the reason.
+        """
+        if sum(not sandbox.started.done() for sandbox in self.running.values()) > len(self.prewarmed):
+            return
         with contextlib.suppress(SandboxFailed, OSError):
             while len(self.prewarmed) < self.spares:
                 self.prewarmed.append(self.prepare())
