@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import gc
 import ipaddress
 import logging
 import os
@@ -139,6 +140,7 @@ async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
             if arguments.exit_with_stdin:
                 watch_stdin(server)
             backend.on_lost = lambda: stop(server, "the sandbox launcher died")
+            gc.freeze()  # what was imported stays: collections need not look through it again and again
             announce(listener, arguments.host, key)
             await server.serve(sockets=[listener])
             await sessions.close()

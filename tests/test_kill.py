@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ import openai
 import pytest
 from attack import end, hear, inside, members, namespaces_of, processes, script_of
 from conftest import NO_NETWORK, ROOT, UNPRIVILEGED, Core, core_in, core_of, until
+
+from core.sandbox.bubblewrap import SPARES
 
 GONE_SECONDS = 10
 
@@ -89,6 +92,22 @@ def launchers(core: Core) -> list[int]:
     return [*outer, *children(outer[0])]
 
 
+def names_below(launcher: int) -> list[str]:
+    """What the launcher's children are; those that wait for a payload are not bwrap yet."""
+    names = []
+    for pid in children(launcher):
+        with contextlib.suppress(OSError):
+            names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+    return names
+
+
+def waiting(core: Core) -> set[int]:
+    """The sandboxes that wait for a payload, once they are as many as there should be and nothing else is left."""
+    launcher = launchers(core)[1]
+    until(lambda: len(found := names_below(launcher)) == SPARES and "bwrap" not in found, GONE_SECONDS)
+    return set(children(launcher))
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "busy"])
 def test_a_cancel_ends_all_processes(box: Core, kind: str) -> None:
     session, namespaces = stubborn(box, kind)
@@ -137,8 +156,29 @@ def test_sessions_deleted_while_their_sandboxes_start_leave_nothing(box: Core) -
             await asyncio.gather(*map(come_and_go, range(20)))
 
     asyncio.run(asyncio.wait_for(all_of_them(), 60))
-    until(lambda: not children(launchers(box)[1]), GONE_SECONDS)
     assert inside(box, "print(1)") == 1
+    assert len(waiting(box)) == SPARES
+
+
+@pytest.mark.parametrize("user", ["root", "unprivileged"])
+def test_a_sandbox_that_waited_serves_once(user: str) -> None:
+    with core_of(user) as core:
+        before = waiting(core)
+        assert inside(core, "print(1)") == 1
+        after = waiting(core)
+        assert len(before & after) == SPARES - 1  # the one that served was replaced
+        assert not (before - after) & set(processes())
+
+
+@pytest.mark.parametrize("user", ["root", "unprivileged"])
+def test_sandboxes_that_died_while_they_waited_are_not_missed(user: str) -> None:
+    with core_of(user) as core:
+        killed = waiting(core)
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not killed & set(processes()), GONE_SECONDS)
+        assert inside(core, "print(1)") == 1
+        assert not waiting(core) & killed
 
 
 ENDS: dict[str, Callable[[Core], None]] = {
@@ -156,7 +196,7 @@ ENDS: dict[str, Callable[[Core], None]] = {
 def test_the_end_of_the_server_ends_all_sandboxes(user: str, how: str) -> None:
     with core_of(user) as core:
         sandboxes = [stubborn(core, kind)[1] for kind in KINDS]
-        launcher = launchers(core)
+        launcher = [*launchers(core), *children(launchers(core)[1])]  # those that wait for a payload too
         ENDS[how](core)
         core.service.process.wait(GONE_SECONDS)
         until(lambda: not any(members(namespaces) for namespaces in sandboxes), GONE_SECONDS)

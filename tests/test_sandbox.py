@@ -10,6 +10,7 @@ import contextlib
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -329,6 +330,13 @@ def test_bubblewrap_itself_is_out_of_reach(box: Core, tmp_path: Path) -> None:
     arguments = ["--bind", "/", "/", "--unshare-pid", "--proc", "/proc", "chmod", "0", "/proc/1/exe"]
     subprocess.run([copied, *arguments], check=True)
     assert copied.stat().st_mode & 0o777 == 0
+
+
+def test_the_signals_that_end_programs_do(box: Core) -> None:
+    session, _ = box.run("grep -E 'Sig(Blk|Ign)' /proc/self/status")
+    blocked, ignored = (int(word, 16) for word in box.output(session.id).split()[1::2])
+    assert blocked == 0
+    assert not [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE) if ignored >> number - 1 & 1]
 
 
 def test_setuid_programs_gain_nothing(box: Core) -> None:

@@ -290,7 +290,8 @@ def test_the_groups_of_cgroup_v2(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("cpu memory pids")
     groups = Cgroups.detect(tmp_path)
     assert groups is not None and groups.version == 2 and groups.cpu == groups.parent
-    group = groups.create("a", CONTAINER_SIZES["large"])
+    group = groups.create("a")
+    groups.limit(group, CONTAINER_SIZES["large"])
     found = {file.name: file.read_text() for file in group.iterdir()}
     assert found == {
         "pids.max": "1024",

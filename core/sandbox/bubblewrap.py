@@ -52,6 +52,7 @@ PATH = f"{TOOLS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 READ_BYTES = 1 << 20
 START_SECONDS = 30.0
 NICENESS = 5  # of sandboxes whose CPU time no cgroup weighs
+SPARES = 4
 NAMESPACE_HELP = (
     "bubblewrap cannot make namespaces on this host ({reason}). Allow them (as root: sysctl -w "
     "kernel.unprivileged_userns_clone=1 user.max_user_namespaces=10000 "
@@ -142,9 +143,10 @@ class BubblewrapBackend:
     """Starts sandboxes through the launcher.
 
     `data` is the server's directory: rooms lie in `data/rooms`. `mounts` are read-only host paths for harnesses.
+    `spares` is how many sandboxes wait for a payload.
     """
 
-    def __init__(self, data: Path, mounts: list[Mount]) -> None:
+    def __init__(self, data: Path, mounts: list[Mount], spares: int = SPARES) -> None:
         self.data = data
         self.rooms = data / "rooms"
         self.mounts = mounts
@@ -152,7 +154,9 @@ class BubblewrapBackend:
         # Processes are counted by user id, so servers side by side should not hand out the same ones.
         self.first_number = zlib.crc32(os.fsencode(data.resolve()))
         self.cgroups: Cgroups | None = None
-        self.running: dict[str, BubblewrapSandbox] = {}
+        self.running: dict[str, BubblewrapSandbox] = {}  # by name; those that wait too
+        self.spares = spares
+        self.prewarmed: list[BubblewrapSandbox] = []
         self.control: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.on_lost: Callable[[], None] = lambda: None
@@ -288,15 +292,11 @@ class BubblewrapBackend:
 
     async def run(self, command: Command, room: Room, limits: Limits, seconds: float) -> BubblewrapSandbox:
         """Starts a payload, which is killed after `seconds`; returns once it is under way. Raises SandboxFailed."""
-        self.count += 1
-        name = f"{room.path.name}-{self.count}"
-        group = self.cgroups.create(name, limits) if self.cgroups else None
-        sandbox = BubblewrapSandbox(self, name, room.path.name, limits, group)
-        self.running[name] = sandbox
+        sandbox = self.prewarmed.pop(0) if self.prewarmed else self.prepare()
         try:
             self.launch(sandbox, command, room, limits, seconds)
         except BaseException:
-            sandbox.finish(-1)  # the launcher knows nothing of it
+            sandbox.kill()
             raise
         try:
             await within(START_SECONDS, asyncio.shield(sandbox.started))
@@ -307,10 +307,45 @@ class BubblewrapBackend:
             sandbox.kill()
             await asyncio.wait({sandbox.ended}, timeout=START_SECONDS)
             raise
+        if not self.prewarmed:
+            asyncio.get_running_loop().call_soon(self.prewarm)
         return sandbox
+
+    def prepare(self) -> BubblewrapSandbox:
+        """Has the launcher make a sandbox as far as it goes without a payload. Raises SandboxFailed."""
+        self.count += 1
+        name = f"sandbox-{self.count}"
+        group = self.cgroups.create(name) if self.cgroups else None
+        sandbox = self.running[name] = BubblewrapSandbox(self, name, group)
+        try:
+            self.send(
+                {
+                    "action": "prepare",
+                    "id": name,
+                    "cgroups": self.cgroups.joined(group) if self.cgroups and group else [],
+                }
+            )
+        except BaseException:
+            sandbox.finish(-1)  # the launcher knows nothing of it
+            raise
+        return sandbox
+
+    def prewarm(self) -> None:
+        """Fills up what waits, unless a start is under way, which needs the processors more.
+
+        Where that fails, the next `run` prepares its own, and fails with the reason.
+        """
+        if sum(not sandbox.started.done() for sandbox in self.running.values()) > len(self.prewarmed):
+            return
+        with contextlib.suppress(SandboxFailed, OSError):
+            while len(self.prewarmed) < self.spares:
+                self.prewarmed.append(self.prepare())
 
     def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits, seconds: float) -> None:
         """Hands a payload to the launcher."""
+        if self.cgroups is not None and sandbox.group is not None:
+            self.cgroups.limit(sandbox.group, limits)
+        sandbox.room, sandbox.memory = room.path.name, limits.memory
         options = [*self.fixed_options, *room_options(room, limits), *environment_options(command.env)]
         request = {
             "action": "start",
@@ -318,7 +353,6 @@ class BubblewrapBackend:
             "bwrap": self.bwrap,
             "argv": command.argv,
             "uid": room.uid,
-            "cgroups": self.cgroups.joined(sandbox.group) if self.cgroups and sandbox.group else [],
             "rlimits": rlimits(limits) | ({} if self.shares_cpu() else {"RLIMIT_CPU": cpu_seconds(limits, seconds)}),
             "nice": 0 if self.shares_cpu() else NICENESS,
             "seconds": max(seconds, 0.0),
@@ -369,6 +403,8 @@ class BubblewrapBackend:
             sandbox.failed(report["message"])
         elif report["event"] == "exit":
             sandbox.finish(report["code"])
+            if sandbox.started.exception() is None:  # not for one that never ran, or its likes would follow for ever
+                asyncio.get_running_loop().call_soon(self.prewarm)
 
     def lost(self) -> None:
         """The launcher died, and all sandboxes with it."""
@@ -384,17 +420,17 @@ class BubblewrapBackend:
 
 
 class BubblewrapSandbox:
-    """One bwrap and all that runs in it."""
+    """One bwrap and all that runs in it; before its payload is known, the process that becomes it."""
 
     stdout: PipeReader
 
-    def __init__(self, backend: BubblewrapBackend, name: str, room: str, limits: Limits, group: Path | None) -> None:
+    def __init__(self, backend: BubblewrapBackend, name: str, group: Path | None) -> None:
         loop = asyncio.get_running_loop()
         self.backend = backend
         self.name = name
-        self.room = room
+        self.room = ""  # known with the payload
         self.namespace = ""
-        self.limits = limits
+        self.memory = 0  # bytes that the payload may hold
         self.group = group
         self.stderr: PipeReader | None = None
         self.door: socket.socket | None = None
@@ -409,7 +445,7 @@ class BubblewrapSandbox:
         if not self.started.done():
             self.started.set_result(None)
         if self.group is None:
-            self.watchdog = asyncio.create_task(watch_memory(namespace, self.limits.memory, self.on_exceeded))
+            self.watchdog = asyncio.create_task(watch_memory(namespace, self.memory, self.on_exceeded))
 
     def on_exceeded(self) -> None:
         self.exceeded = True
@@ -421,6 +457,10 @@ class BubblewrapSandbox:
 
     def finish(self, code: int) -> None:
         self.backend.running.pop(self.name, None)
+        if self in self.backend.prewarmed:
+            self.backend.prewarmed.remove(self)
+            if self.door is not None:
+                self.door.close()
         self.failed(f"bubblewrap ended with status {code} before the sandbox ran")
         if not self.ended.done():
             self.ended.set_result(code)

@@ -79,7 +79,11 @@ class Cgroups:
         if self.version == 2:
             (self.parent / "cgroup.subtree_control").write_text("+memory +pids")
         self.prepare_cpu()
-        self.remove(self.create("probe", CONTAINER_SIZES["small"]))
+        probe = self.create("probe")
+        try:
+            self.limit(probe, CONTAINER_SIZES["small"])
+        finally:
+            self.remove(probe)
 
     def prepare_cpu(self) -> None:
         """Forgets the controller of CPU time where it cannot be had."""
@@ -97,10 +101,15 @@ class Cgroups:
                 self.remove_empty(self.cpu)
             self.cpu = None
 
-    def create(self, name: str, limits: Limits) -> Path:
-        """Makes the group of one sandbox; a process joins by writing itself to cgroup.procs of all its `joined`."""
+    def create(self, name: str) -> Path:
+        """Makes the group of one sandbox, unlimited; a process joins by writing itself to cgroup.procs of all its
+        `joined`."""
         group = self.parent / name
-        group.mkdir()
+        for directory in self.joined(group):
+            Path(directory).mkdir()
+        return group
+
+    def limit(self, group: Path, limits: Limits) -> None:
         if self.version == 2:
             (group / "pids.max").write_text(str(limits.processes))
             (group / "memory.max").write_text(str(limits.memory))
@@ -111,8 +120,7 @@ class Cgroups:
         for file, value in optional.items():
             with contextlib.suppress(OSError):
                 (group / file).write_text(value)
-        self.limit_cpu(name, limits.cpus * CPU_PERIOD)
-        return group
+        self.limit_cpu(group.name, limits.cpus * CPU_PERIOD)
 
     def limit_cpu(self, name: str, quota: int) -> None:
         """`quota`: microseconds of CPU time per CPU_PERIOD."""
@@ -121,7 +129,6 @@ class Cgroups:
         if self.version == 2:
             (self.cpu / name / "cpu.max").write_text(f"{quota} {CPU_PERIOD}")
         else:
-            (self.cpu / name).mkdir()
             (self.cpu / name / "cpu.cfs_period_us").write_text(str(CPU_PERIOD))
             (self.cpu / name / "cpu.cfs_quota_us").write_text(str(quota))
 

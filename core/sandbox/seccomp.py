@@ -12,6 +12,7 @@ Not here: what a namespace or a missing capability forbids already, and bugs in 
 from __future__ import annotations
 
 import errno
+import functools
 import platform
 import socket
 import struct
@@ -29,6 +30,7 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_dat
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
 
 
+@functools.cache
 def program() -> bytes | None:
     """The filter for bwrap's --seccomp; None on an architecture whose numbers are not known here."""
     if platform.machine() not in ARCHITECTURES:
