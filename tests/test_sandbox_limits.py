@@ -87,7 +87,7 @@ def test_disk_is_limited(box: Core, way: str) -> None:
     assert turn.completed_at - turn.started_at < 50  # not by its own end
     assert box.sessions.retrieve(session.id).status == "failed"
     assert box.temporary is not None
-    until(lambda: not list(box.temporary.glob(f"tmp/*/rooms/{session.id}")), 10)  # type: ignore[union-attr]
+    until(lambda: not list(box.temporary.glob(f"tmp/*/rooms/{session.id}")), 30)  # type: ignore[union-attr]
     with pytest.raises(openai.ConflictError):
         box.say(session.id, "echo again")
     box.sessions.delete(session.id)
