@@ -197,6 +197,7 @@ def test_a_slow_reader_loses_nothing(core: Core) -> None:
 def test_a_reader_that_lags_is_cut_and_goes_on_where_it_was(core: Core) -> None:
     """The control is `test_a_slow_reader_loses_nothing`: one that is behind by less is not cut."""
     session = core.shell(None)
+    until(lambda: core.agents.environments.retrieve(session.environment.id).status == "ready")
     headers = "".join(f"{name}: {value}\r\n" for name, value in core.headers.items())
     host, port = core.url.removeprefix("http://").removesuffix("/v1").split(":")
     with socket.socket() as connection:
