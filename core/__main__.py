@@ -31,7 +31,7 @@ from core.egress import new_client
 from core.harnesses import registry
 from core.harnesses.npm import DEFAULT_PREFIX
 from core.reap import ReapFailed, reap
-from core.sandbox import SandboxUnavailable
+from core.sandbox import SandboxUnavailable, seccomp
 from core.sandbox.bubblewrap import BubblewrapBackend
 from core.sandbox.rooms import remove_tree
 from core.server import Api
@@ -133,6 +133,8 @@ async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
             if arguments.exit_with_stdin:
                 watch_stdin(server)
             backend.on_lost = lambda: stop(server, "the sandbox launcher died")
+            if seccomp.program() is None:
+                logging.getLogger("core").warning("weaker: %s", seccomp.MISSING)
             announce(listener, arguments.host, key)
             await server.serve(sockets=[listener])
             await sessions.close()

@@ -7,11 +7,13 @@ what a listener got, what a file on the host became, which processes there are.
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import os
 import platform
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from uuid import uuid4
 
 import pytest
 from attack import end, hear, inside, members, namespaces_of, outside, peak_memory, script_of
-from conftest import ROOT, Core, until
+from conftest import ROOT, Core, core_of, until
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can show that the attack works without protection")
 
@@ -395,6 +397,54 @@ def test_the_kernel_refuses_what_leads_out(box: Core) -> None:
         harmless = ["mount namespace", "mount", "host name", "add_key", "keyctl", "priority"]
         found = outside(KERNEL, harmless, "unshare", "--mount", "--uts", "--ipc", "--net")
         assert [found[what] for what in harmless] == ["ok"] * len(harmless)
+
+
+# Calls that need no privilege, so nothing but the filter refuses them. Number and words → the error inside.
+FILTERED = """
+buffer = ctypes.create_string_buffer(4096)
+child = subprocess.Popen(["sleep", "60"])
+vector = struct.pack("QQ", ctypes.addressof(buffer), 64)
+calls = {
+    "ptrace": (101, 16, child.pid, 0, 0),
+    "read a process": (310, os.getpid(), vector, 0, vector, 0, ctypes.c_long(0)),
+    "compare processes": (312, child.pid, child.pid, 2, 0, 0),
+    "another's descriptor": (438, os.pidfd_open(child.pid), 0, 0),
+    "userfaultfd": (323, 1),
+    "clone3": (435, 0, 0),
+    "io_uring": (425, 4, buffer),
+    "keyring": (250, 0, -3, 1),
+    "clone into a user namespace": (56, 0x10000000 | 17, 0, 0, 0, 0),
+}
+found = {}
+for name, words in calls.items():
+    parent = os.getpid()
+    found[name] = call(*words)
+    if os.getpid() != parent:
+        os._exit(0)
+os.kill(child.pid, 9)
+print(json.dumps(found))
+"""
+REFUSALS = {"userfaultfd": "ENOSYS", "clone3": "ENOSYS", "io_uring": "ENOSYS", "keyring": "ENOSYS"}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls are those of x86-64")
+def test_the_filter_refuses_what_needs_no_privilege(box: Core) -> None:
+    said, control = inside(box, FILTERED), outside(FILTERED)
+    assert said == {what: REFUSALS.get(what, "EPERM") for what in said}
+    # The control: the kernel grants them all, and finds fault with the arguments of clone3 only.
+    assert control == {what: "EINVAL" if what == "clone3" else "ok" for what in said}
+
+
+@ROOT_ONLY
+def test_without_libseccomp_the_server_says_what_is_weaker(tmp_path: Path) -> None:
+    found = ctypes.util.find_library("seccomp")
+    cache = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
+    library = next(line.split()[-1] for line in cache.splitlines() if line.split()[0] == found)
+    without = ("unshare", "--mount", "sh", "-c", f'mount --bind /dev/null {library}; exec "$@"', "sh", sys.executable)
+    log = tmp_path / "log"
+    with core_of("root", python=without, log=log) as core:
+        assert inside(core, FILTERED)["userfaultfd"] == "ok"
+    assert log.read_text().count("libseccomp is missing") == len(log.read_text().splitlines()) == 1
 
 
 # ── what the server touches after the agent ───────────────────────────────────────────────────────

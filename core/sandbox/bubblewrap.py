@@ -228,7 +228,7 @@ class BubblewrapBackend:
         user = "a user id of its own per sandbox" if self.uids else "the server's own user, in a namespace of its own"
         memory = f"cgroup v{self.cgroups.version}" if self.cgroups else "a watchdog that looks twice a second"
         filtered = seccomp.program() is not None
-        calls = "dangerous calls are refused" if filtered else "no filter is known for this architecture"
+        calls = "dangerous calls are refused" if filtered else seccomp.MISSING
         sandbox = f"bubblewrap on Linux {platform.release()}; {user}"
         return [("sandbox", sandbox, True), ("memory", memory, bool(self.cgroups)), ("system calls", calls, filtered)]
 
