@@ -142,6 +142,9 @@ class BubblewrapBackend:
     `data` is the server's directory: rooms lie in `data/rooms`. `mounts` are read-only host paths for harnesses.
     """
 
+    name = "bubblewrap"
+    slots: int | None = None
+
     def __init__(self, data: Path, mounts: list[Mount]) -> None:
         self.data = data
         self.rooms = data / "rooms"
@@ -231,6 +234,13 @@ class BubblewrapBackend:
         calls = "dangerous calls are refused" if filtered else seccomp.MISSING
         sandbox = f"bubblewrap on Linux {platform.release()}; {user}"
         return [("sandbox", sandbox, True), ("memory", memory, bool(self.cgroups)), ("system calls", calls, filtered)]
+
+    def weaknesses(self) -> list[tuple[str, str]]:
+        """None: the others are measured by this backend."""
+        return []
+
+    def home(self, room: Room) -> str:
+        return HOME
 
     async def close(self) -> None:
         """Kills every sandbox and the launcher."""

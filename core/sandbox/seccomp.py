@@ -39,6 +39,18 @@ NUMBERS = {"quotactl_fd": 443, "open_tree_attr": 467}  # newer than some libsecc
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of linux/sched.h
 NAMESPACES = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 CLONE_NEWTIME = 0x80  # means another thing to clone
+# Of sandboxes without namespaces only:
+SHARED_OBJECTS = (
+    *("shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semtimedop", "semctl"),
+    *("msgget", "msgsnd", "msgrcv", "msgctl", "mq_open", "mq_unlink"),
+)
+UNSHARED = ("bind", "listen", "accept", "accept4", "ioprio_set")
+# Calls on processes, by an argument that is 0 when the caller means itself (or the kind that only so can be itself).
+OF_OTHERS = (
+    *(("prlimit64", 0), ("sched_setaffinity", 0), ("sched_setscheduler", 0), ("sched_setparam", 0)),
+    *(("sched_setattr", 0), ("setpriority", 0), ("setpriority", 1), ("migrate_pages", 0), ("move_pages", 0)),
+)
+SOCKET_KINDS, MSG_FASTOPEN = 0xF, 0x20000000
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 
 
@@ -59,6 +71,44 @@ def program() -> bytes | None:
     for call in ("socket", "socketpair"):
         refuse_families(seccomp, rules, call, FAMILIES)
     return compiled(rules)
+
+
+@functools.cache
+def program_of_landlock() -> bytes | None:
+    """The filter of a sandbox without namespaces, whose supervisor answers `socket` and `connect`.
+
+    What a namespace would make private does not exist: System V's and POSIX's shared objects. Processes outside with
+    the same user id cannot be limited or slowed down. A socket can neither listen nor be turned away from where it is
+    connected to; a pair of them has no datagrams, as those can be sent to any path.
+    """
+    seccomp = library()
+    if seccomp is None:
+        return None
+    rules = new_filter(seccomp)
+    refuse_families(seccomp, rules, "socket", (socket.AF_INET,))
+    refuse_families(seccomp, rules, "socketpair", (socket.AF_UNIX,))
+    rules.add_rule(seccomp.NOTIFY, "socket", seccomp.Arg(0, seccomp.EQ, socket.AF_INET))
+    rules.add_rule(seccomp.NOTIFY, "connect")
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
+        of_kind = seccomp.Arg(1, seccomp.MASKED_EQ, SOCKET_KINDS, kind)
+        rules.add_rule(seccomp.ERRNO(errno.EPROTONOSUPPORT), "socketpair", of_kind)
+    for name, argument in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)):
+        fast_open = seccomp.Arg(argument, seccomp.MASKED_EQ, MSG_FASTOPEN, MSG_FASTOPEN)
+        rules.add_rule(seccomp.ERRNO(errno.EOPNOTSUPP), name, fast_open)
+    for name in SHARED_OBJECTS:
+        rules.add_rule(seccomp.ERRNO(errno.ENOSYS), number(seccomp, name))
+    for name in UNSHARED:
+        rules.add_rule(seccomp.ERRNO(errno.EACCES), number(seccomp, name))
+    for name, argument in OF_OTHERS:
+        rules.add_rule(seccomp.ERRNO(errno.EPERM), number(seccomp, name), seccomp.Arg(argument, seccomp.NE, 0))
+    return compiled(rules)
+
+
+def numbers(*names: str) -> dict[str, int]:
+    """System calls' numbers here. Needs libseccomp."""
+    seccomp = library()
+    assert seccomp is not None
+    return {name: number(seccomp, name) for name in names}
 
 
 def new_filter(seccomp: ModuleType) -> Any:
