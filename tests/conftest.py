@@ -100,6 +100,7 @@ class Core:
     service: Service
     client: openai.OpenAI
     temporary: Path | None = None
+    backend: str = "bubblewrap"
 
     @property
     def url(self) -> str:
@@ -270,6 +271,7 @@ def core_in(
     with workspace_of(user, arguments), service("core", "serve", *arguments, env=env, **options) as running:
         core = connect(running)
         core.temporary = directory
+        core.backend = "landlock" if "landlock" in arguments else "bubblewrap"
         yield core
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from attack import end, hear, inside, members, namespaces_of, outside, peak_memory, script_of
+from attack import another_runs_meanwhile, end, hear, inside, members, namespaces_of, outside, peak_memory, script_of
 from conftest import ROOT, Core, core_of, until
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can show that the attack works without protection")
@@ -153,8 +153,9 @@ print(json.dumps([sorted(set(found)), attempt(resolve), time.monotonic() - start
 
 def test_no_address_of_the_world_can_be_sent_to_and_the_failure_is_quick(box: Core) -> None:
     errors, resolved, seconds = inside(box, PUBLIC)
-    # EACCES: broadcast; EINVAL: link-local without a scope.
-    assert set(errors) <= {"ENETUNREACH", "EACCES", "EINVAL", "EADDRNOTAVAIL", "EHOSTUNREACH"}
+    # EACCES: broadcast; EINVAL: link-local without a scope; and of Landlock's: no IPv6, no UDP.
+    refused = {"EAFNOSUPPORT", "EPROTONOSUPPORT"} if box.backend == "landlock" else {"EADDRNOTAVAIL", "EHOSTUNREACH"}
+    assert set(errors) <= {"ENETUNREACH", "EACCES", "EINVAL"} | refused
     assert resolved == "ENETUNREACH" and seconds < 5
 
 
@@ -181,6 +182,7 @@ while True:
 """
 
 
+@pytest.mark.weaker("programs inside cannot listen, and sandboxes run one after the other")
 def test_a_sandbox_does_not_reach_another(box: Core) -> None:
     neighbour = box.shell(script_of(NEIGHBOUR))
     hear(box, neighbour.id, "5555")  # it reached itself: the control
@@ -225,13 +227,13 @@ def sockets() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("kind", "errors"),
     [
-        ("raw", "EPERM"),
-        ("raw IPv6", "EPERM"),
-        ("ping", "EACCES"),
+        ("raw", "EPERM EPROTONOSUPPORT"),
+        ("raw IPv6", "EPERM EAFNOSUPPORT"),
+        ("ping", "EACCES EPROTONOSUPPORT"),
         ("packet", "EPERM EAFNOSUPPORT"),
         ("virtual machine", "EAFNOSUPPORT"),
         ("crypto", "EAFNOSUPPORT"),
-        ("link down", "EPERM"),
+        ("link down", "EPERM EAFNOSUPPORT"),
         ("io_uring", "ENOSYS"),
     ],
 )
@@ -271,6 +273,7 @@ def test_what_is_not_mounted_cannot_be_read(box: Core, tmp_path: Path) -> None:
     assert outside(READ, [str(secret), str(ROOT / "core")]) == ["ok", "ok"]
 
 
+@pytest.mark.weaker("nothing is mounted, so the tree is the host's; what opens is tested below")
 def test_the_tree_holds_what_is_said_and_no_more(box: Core) -> None:
     listed = inside(box, 'print(json.dumps([os.listdir(path) for path in ("/", "/home", "/tmp", ".")]))')
     expected = "bin dev etc home lib lib32 lib64 libx32 opt proc sbin tmp usr workspace"
@@ -291,6 +294,7 @@ print(json.dumps(sorted(writable)))
 """
 
 
+@pytest.mark.weaker("directories of the host cannot be walked; the next test names them")
 def test_only_four_places_can_be_written(box: Core) -> None:
     assert inside(box, WRITE) == ["/dev/shm", "/home/agent", "/tmp", "/workspace"]
 
@@ -317,6 +321,7 @@ def test_nothing_of_the_host_is_changed(box: Core) -> None:
 
 
 @ROOT_ONLY
+@pytest.mark.weaker("there is no bubblewrap to reach")
 def test_bubblewrap_itself_is_out_of_reach(box: Core, tmp_path: Path) -> None:
     """An unprivileged server owns its bubblewrap, which every sandbox finds as /proc/1/exe."""
     assert box.temporary is not None
@@ -339,7 +344,7 @@ def test_setuid_programs_gain_nothing(box: Core) -> None:
     )
     session, _ = box.run(script)
     said = box.output(session.id).split()
-    assert said[0] == "1000" and "0" not in said and said[-1] == "1"
+    assert int(said[0]) >= 1000 and "0" not in said and said[-1] == "1"
 
 
 # ── the kernel ────────────────────────────────────────────────────────────────────────────────────
@@ -372,7 +377,7 @@ calls = {
     "perf": (298, buffer, 0, -1, -1, 0),
     "kernel log": (103, 3, buffer, 100),
     "module": (175, 0, 0, b""),
-    "file handle": (304, os.open("/", 0), handle, 0),
+    "file handle": (304, os.open(".", 0), handle, 0),
     "fanotify": (300, 0x10, 0),
     "add_key": (248, b"user", b"rl-eval", b"x", 1, -3),
     "request_key": (249, b"user", b"rl-eval", 0, 0),
@@ -584,7 +589,8 @@ print(json.dumps([attempt(*words) for words in actions]))
 
 
 def test_files_and_descriptors_are_limited(box: Core, tmp_path: Path) -> None:
-    assert inside(box, GROW + LIMITS, **SMALL) == ["EFBIG", "ENOSPC", "ENOSPC", "EMFILE"]
+    full = "EACCES" if box.backend == "landlock" else "ENOSPC"
+    assert inside(box, GROW + LIMITS, **SMALL) == ["EFBIG", full, full, "EMFILE"]
     assert outside(GROW + "print(json.dumps(attempt(grow, given, 3 << 30)))", str(tmp_path / "big")) == "ok"
 
 
@@ -605,7 +611,7 @@ def test_a_fork_bomb_stops_at_the_limit(box: Core) -> None:
     hear(box, bomb.id, "stopped")
     namespaces = namespaces_of(mark)
     assert 200 < len(members(namespaces)) <= 256
-    assert inside(box, "print(1)") == 1  # another session, meanwhile
+    assert another_runs_meanwhile(box)
     assert end(box, bomb.id).status == "cancelled"
     assert not members(namespaces)
 
@@ -626,7 +632,7 @@ sys.exit(128 + os.WTERMSIG(status))
 @pytest.mark.parametrize("hog", HOGS)
 def test_memory_is_limited(box: Core, hog: str) -> None:
     session = box.shell(script_of(HOGS[hog], 60), **SMALL)
-    assert inside(box, "print(1)") == 1  # another session, meanwhile
+    assert another_runs_meanwhile(box)
     assert box.turn(session.id).status == "completed"
     assert [item.exit_code for item in box.sessions.items.list(session.id) if item.type == "command_execution"] == [137]
 
@@ -650,7 +656,7 @@ FLOODS = {
 def test_a_flood_of_output_is_cut(box: Core, flood: str) -> None:
     before = peak_memory(box)
     session = box.shell(FLOODS[flood])
-    assert inside(box, "print(1)") == 1  # another session, meanwhile
+    assert another_runs_meanwhile(box)
     assert box.turn(session.id).status == "completed"
     item = next(item for item in box.sessions.items.list(session.id) if item.type == "command_execution")
     assert len(item.output) < 1 << 20 and "bytes left out" in item.output
@@ -675,5 +681,5 @@ def test_descriptors_on_their_way_do_not_stop_the_server(box: Core) -> None:
     """Linux counts them by user id, which an unprivileged server shares with its sandboxes."""
     session = box.shell(script_of(SEND_DESCRIPTORS))
     hear(box, session.id, "ETOOMANYREFS")
-    assert inside(box, "print(1)") == 1
+    assert another_runs_meanwhile(box)
     end(box, session.id)

@@ -24,7 +24,7 @@ SCOPES = 0b11  # abstract Unix sockets, signals
 NEEDED_ABI = 6  # the first with scopes, Linux 6.12
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-MAKE_CHAR, MAKE_BLOCK, TRUNCATE, IOCTL_DEV = 1 << 6, 1 << 11, 1 << 14, 1 << 15
+MAKE_CHAR, MAKE_BLOCK, REFER, TRUNCATE, IOCTL_DEV = 1 << 6, 1 << 11, 1 << 13, 1 << 14, 1 << 15
 ALL_FILE_RIGHTS = (1 << 16) - 1
 ALL_NETWORK_RIGHTS = 0b11  # bind, connect: TCP
 RIGHTS_ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV  # the others are for directories
@@ -64,16 +64,30 @@ def landlock_abi() -> int:
         return 0
 
 
-def enter_domain(rules: Iterable[tuple[int, int]] | None = None) -> None:
+def enter_scope() -> None:
     """Puts the calling process, for good, into a Landlock domain of its own, nested in the one it is in.
 
-    Signals and abstract sockets reach no further than the domain. With `rules`, pairs of an open path and the rights on
-    what lies beneath, nothing else of the file system can be opened or changed, and TCP neither bound nor connected.
+    Signals and abstract sockets reach no further than the domain. Files are as before: a domain above one that is about
+    files would forbid moving them between directories (REFER), unless it grants just that.
     """
-    handled = (ALL_FILE_RIGHTS, ALL_NETWORK_RIGHTS, SCOPES) if rules is not None else (0, 0, SCOPES)
-    attributes = struct.pack("=QQQ", *handled)
+    root = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    try:
+        restrict(REFER, 0, [(root, REFER)])
+    finally:
+        os.close(root)
+
+
+def enter_walls(rules: Iterable[tuple[int, int]]) -> None:
+    """As `enter_scope`, and nothing of the file system can be opened or changed but by `rules`: pairs of an open path
+    and the rights on what lies beneath. TCP can be neither bound nor connected."""
+    restrict(ALL_FILE_RIGHTS, ALL_NETWORK_RIGHTS, rules)
+
+
+def restrict(file_rights: int, network_rights: int, rules: Iterable[tuple[int, int]]) -> None:
+    """Enters a domain that forbids these rights, but for what `rules` grant."""
+    attributes = struct.pack("=QQQ", file_rights, network_rights, SCOPES)
     ruleset = system_call(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
-    for descriptor, rights in rules or ():
+    for descriptor, rights in rules:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= RIGHTS_ON_FILES
         rule = struct.pack("=Qi", rights, descriptor)

@@ -45,7 +45,8 @@ from core.sandbox.landlock_kernel import (
     answer,
     answer_with_descriptor,
     drop_capabilities,
-    enter_domain,
+    enter_scope,
+    enter_walls,
     load_filter,
     prctl,
     receive_notification,
@@ -81,9 +82,9 @@ def drain(descriptor: int) -> None:
         os.read(descriptor, 4096)
 
 
-def enter_scope() -> None:
-    """Enters a domain that only bounds signals, and makes sure of it: `kill_domain` rests on that alone."""
-    enter_domain()
+def bound_signals() -> None:
+    """Makes sure that signals go no further than this process's domain: `kill_domain` rests on that alone."""
+    enter_scope()
     try:
         os.kill(os.getppid(), 0)
     except PermissionError:
@@ -92,7 +93,7 @@ def enter_scope() -> None:
 
 
 def kill_domain() -> None:
-    """SIGKILL to all processes in the caller's Landlock domain but itself. Only behind `enter_scope`."""
+    """SIGKILL to all processes in the caller's Landlock domain but itself. Only behind `bound_signals`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(-1, signal.SIGKILL)
 
@@ -109,7 +110,7 @@ def become(request: dict[str, Any], rules: Rules, handed: list[int], channel: in
     with os.fdopen(program, "rb") as file:
         filter = file.read()
     os.chdir(request["directory"])
-    enter_domain(rules)
+    enter_walls(rules)
     drop_capabilities()
     high = [os.dup(descriptor) for descriptor in (*streams, channel)]
     for number, descriptor in enumerate(high):
@@ -273,7 +274,7 @@ def supervise(request: dict[str, Any], rules: Rules, handed: list[int], launcher
         os.setresuid(request["uid"], request["uid"], request["uid"])
     drop_capabilities()
     prctl(PR_SET_DUMPABLE, 0)  # an ordinary user's other processes could look into this one
-    enter_scope()
+    bound_signals()
     try:
         follow(request, rules, [*handed, group], launcher)
     finally:
@@ -420,7 +421,7 @@ def main() -> None:
     plan = json.loads(control.recv(MESSAGE_BYTES))
     try:
         rules = [(os.open(path, os.O_PATH | os.O_CLOEXEC), rights) for path, rights in plan["rules"]]
-        enter_scope()
+        bound_signals()
     except OSError as error:
         send(control, event="refused", message=str(error))
         return
