@@ -16,9 +16,25 @@ from uuid import uuid4
 import openai
 import pytest
 from attack import end, hear, inside, members, namespaces_of, processes, script_of
-from conftest import NO_NETWORK, ROOT, UNPRIVILEGED, Core, core_in, core_of, until
+from conftest import (
+    BOXES,
+    HOSTS,
+    IDS,
+    NO_NETWORK,
+    ROOT,
+    UNPRIVILEGED,
+    USER,
+    Core,
+    connect,
+    core_in,
+    core_of,
+    service,
+    until,
+    workspace_of,
+)
 
 GONE_SECONDS = 10
+CONTAINER = (sys.executable, str(ROOT / "tests/container.py"))
 
 # Ignores what can be ignored, leaves its session and its parent, stops itself, and lives on in 30 copies.
 STUBBORN = """
@@ -83,10 +99,16 @@ def children(pid: int) -> list[int]:
 
 
 def launchers(core: Core) -> list[int]:
-    """The processes of this server's launcher: the one outside its PID namespace, and the first one within."""
+    """The processes of this server's launcher: the one outside its PID namespace, and the first one within. Under
+    Landlock: the launcher, and the supervisor of the sandbox that runs."""
     outer = children(core.service.process.pid)
     assert len(outer) == 1
     return [*outer, *children(outer[0])]
+
+
+def left(core: Core) -> list[int]:
+    """What the launcher has not buried yet."""
+    return launchers(core)[1:] if core.backend == "landlock" else children(launchers(core)[1])
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "busy"])
@@ -99,8 +121,8 @@ def test_a_cancel_ends_all_processes(box: Core, kind: str) -> None:
 
 def test_the_end_of_the_script_ends_what_it_left(box: Core) -> None:
     mark = str(uuid4())
-    left = f"mkfifo /tmp/said; {{\n{script_of(STUBBORN, 'sleeping', mark)}}} >/tmp/said &"
-    session = box.shell(f"{left}\nread said </tmp/said; echo $said; exit 3")
+    leaving = f"mkfifo $TMPDIR/said; {{\n{script_of(STUBBORN, 'sleeping', mark)}}} >$TMPDIR/said &"
+    session = box.shell(f"{leaving}\nread said <$TMPDIR/said; echo $said; exit 3")
     assert box.turn(session.id).status == "completed" and box.output(session.id) == "settled\n"
     assert not namespaces_of(mark)
 
@@ -137,7 +159,7 @@ def test_sessions_deleted_while_their_sandboxes_start_leave_nothing(box: Core) -
             await asyncio.gather(*map(come_and_go, range(20)))
 
     asyncio.run(asyncio.wait_for(all_of_them(), 60))
-    until(lambda: not children(launchers(box)[1]), GONE_SECONDS)
+    until(lambda: not left(box), GONE_SECONDS)
     assert inside(box, "print(1)") == 1
 
 
@@ -152,10 +174,13 @@ ENDS: dict[str, Callable[[Core], None]] = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("user", ["root", "unprivileged"])
-def test_the_end_of_the_server_ends_all_sandboxes(user: str, how: str) -> None:
-    with core_of(user) as core:
-        sandboxes = [stubborn(core, kind)[1] for kind in KINDS]
+@pytest.mark.parametrize(("backend", "user"), HOSTS, ids=IDS)
+def test_the_end_of_the_server_ends_all_sandboxes(backend: str, user: str, how: str) -> None:
+    if backend == "landlock" and "first process" in how:
+        pytest.skip("there is none under Landlock; the next test ends the supervisor, which the server survives")
+    with core_of(user, "--sandbox", backend) as core:
+        kinds = KINDS if backend == "bubblewrap" else KINDS[-1:]  # one at a time
+        sandboxes = [stubborn(core, kind)[1] for kind in kinds]
         launcher = launchers(core)
         ENDS[how](core)
         core.service.process.wait(GONE_SECONDS)
@@ -163,6 +188,49 @@ def test_the_end_of_the_server_ends_all_sandboxes(user: str, how: str) -> None:
         until(lambda: not set(launcher) & set(processes()), GONE_SECONDS)
         if "server" not in how:
             assert core.temporary is not None and not list((core.temporary / "tmp").iterdir())
+            assert user == "unprivileged" or not os.path.lexists("/workspace")
+
+
+@pytest.mark.parametrize("user", ["root", "unprivileged"])
+def test_a_sandbox_whose_supervisor_was_killed_is_gone_all_the_same(user: str) -> None:
+    with core_of(user, "--sandbox", "landlock") as core:
+        session, namespaces = stubborn(core, "sleeping")
+        os.kill(launchers(core)[1], signal.SIGKILL)
+        assert core.turn(session).status == "completed"  # the script's exit code is its own affair
+        assert not members(namespaces)
+        assert inside(core, "print(1)") == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may replace a link in /")
+def test_there_is_one_workspace_and_a_killed_servers_is_taken_over() -> None:
+    same = "print(json.dumps(os.path.realpath('/workspace') == os.getcwd()))"
+    serve = [sys.executable, "-m", "core", "serve", "--sandbox", "landlock"]
+    with core_of("root", "--sandbox", "landlock") as core:
+        assert inside(core, same)
+        done = subprocess.run(serve, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+        assert "another server" in done.stderr
+        assert inside(core, same)
+        core.service.process.kill()
+        core.service.process.wait()
+    assert Path("/workspace").is_symlink()
+    with core_of("root", "--sandbox", "landlock") as core:
+        assert inside(core, same)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may make something in /")
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_a_workspace_that_is_somebody_elses_is_left_alone(kind: str, tmp_path: Path) -> None:
+    workspace = Path("/workspace")
+    BOXES.stop("landlock")
+    workspace.mkdir() if kind == "directory" else workspace.symlink_to(tmp_path)
+    try:
+        serve = [sys.executable, "-m", "core", "serve", "--sandbox", "landlock"]
+        done = subprocess.run(serve, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and "/workspace" in done.stderr
+        assert workspace.is_dir() if kind == "directory" else workspace.readlink() == tmp_path
+    finally:
+        workspace.rmdir() if kind == "directory" else workspace.unlink()
 
 
 @pytest.mark.parametrize("user", ["root", "unprivileged"])
@@ -202,14 +270,42 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
+# Each takes namespaces away for real: by the kernel's own limit, and as Docker does.
+HOSTS_WITHOUT = {
+    "limit": {"root": (sys.executable, "-c", NO_NAMESPACES, sys.executable), "unprivileged": ()},
+    "container": {"root": (*CONTAINER, "0", sys.executable), "unprivileged": (*CONTAINER, str(USER), sys.executable)},
+}
+HOSTS_WITHOUT["limit"]["unprivileged"] = (sys.executable, "-c", NO_NAMESPACES, *UNPRIVILEGED)
+WITHOUT = [(host, user) for host in HOSTS_WITHOUT for user in ("root", "unprivileged")]
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can take namespaces away")
-@pytest.mark.parametrize("python", [(sys.executable,), UNPRIVILEGED], ids=["root", "unprivileged"])
-def test_without_namespaces_there_is_one_line_and_no_server(python: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("host", "user"), WITHOUT)
+def test_without_namespaces_bubblewrap_says_so_in_one_line(host: str, user: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o777)
-        command = [sys.executable, "-c", NO_NAMESPACES, *python, "-m", "core", "serve"]
+        command = [*HOSTS_WITHOUT[host][user], "-m", "core", "serve", "--sandbox", "bubblewrap"]
         env = {**os.environ, "TMPDIR": directory, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=30)
         assert (done.returncode, done.stdout) == (2, ""), done
         assert len(done.stderr.splitlines()) == 1 and "max_user_namespaces" in done.stderr
         assert not list(Path(directory).iterdir())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can take namespaces away")
+@pytest.mark.parametrize(("host", "user"), WITHOUT)
+def test_without_namespaces_landlock_takes_over_and_says_what_is_weaker(host: str, user: str, tmp_path: Path) -> None:
+    BOXES.stop("landlock")
+    log = tmp_path / "log"
+    with workspace_of(user, ("landlock",)), tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o777)
+        env = {"TMPDIR": directory, "PYTHONPATH": str(ROOT)}
+        with service("core", "serve", python=HOSTS_WITHOUT[host][user], env=env, log=log) as running:
+            core = connect(running)
+            probe = "print(json.dumps([os.getcwd() == os.path.realpath('/workspace'), attempt(os.listdir, '/')]))"
+            assert inside(core, probe) == [True, "EACCES"]
+            session = core.shell(script_of(STUBBORN, "sleeping", "stubborn-in-a-container"))
+            hear(core, session.id, "settled")
+            assert end(core, session.id).status == "cancelled" and not members({"stubborn-in-a-container"})
+        said = log.read_text().splitlines()
+        assert len(said) == 1 and "sandboxes by landlock, because" in said[0] and "weaker: " in said[0]
