@@ -26,6 +26,8 @@ import pytest
 from attack import another_runs_meanwhile, end, hear, inside, members, namespaces_of, outside, peak_memory, script_of
 from conftest import ROOT, Core, core_of, until
 
+from core.sandbox.backends import BACKENDS
+
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can show that the attack works without protection")
 
 # ── network ───────────────────────────────────────────────────────────────────────────────────────
@@ -450,6 +452,31 @@ def test_without_libseccomp_the_server_says_what_is_weaker(tmp_path: Path) -> No
     with core_of("root", python=without, log=log) as core:
         assert inside(core, FILTERED)["userfaultfd"] == "ok"
     assert log.read_text().count("libseccomp is missing") == len(log.read_text().splitlines()) == 1
+
+
+KEYRING = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall(250, 1, None)  # KEYCTL_JOIN_SESSION_KEYRING
+assert libc.syscall(248, b"user", b"rl-eval-canary", b"secret", 6, -3) > 0  # into the session keyring
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+READ_KEYRING = """
+number = libc.syscall(250, 10, -3, b"user", b"rl-eval-canary", 0)  # KEYCTL_SEARCH
+buffer = ctypes.create_string_buffer(100)
+size = libc.syscall(250, 11, number, buffer, 100) if number > 0 else 0  # KEYCTL_READ
+print(json.dumps(buffer.raw[:size].decode()))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls are those of x86-64")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_keyring_of_the_host_is_not_inherited(backend: str) -> None:
+    assert outside(READ_KEYRING, None, sys.executable, "-c", KEYRING) == "secret"
+    user = "root" if os.getuid() == 0 else "unprivileged"
+    python = (sys.executable, "-c", KEYRING, sys.executable)
+    with core_of(user, "--sandbox", backend, python=python) as core:
+        assert inside(core, READ_KEYRING) == ""
 
 
 # ── what the server touches after the agent ───────────────────────────────────────────────────────
