@@ -449,7 +449,7 @@ def fixed_options(interpreters: list[Path]) -> list[str]:
             options += ["--symlink", str(host.readlink()).lstrip("/"), f"/{name}"]
         elif host.is_dir():
             options += ["--ro-bind", f"/{name}", f"/{name}"]
-    options += ["--ro-bind", f"{STAGE}/etc", "/etc", "--ro-bind", f"{STAGE}/opt", "/opt"]
+    options += ["--ro-bind", f"{STAGE}/etc", "/etc", "--ro-bind-try", f"{STAGE}/opt", "/opt"]
     for part in (part for prefix in interpreters for part in parts_of(prefix)):
         options += ["--ro-bind", f"{STAGE}/interpreters{part}", str(part)]
     path = ":".join([PATH, *(f"{prefix}/bin" for prefix in interpreters)])
