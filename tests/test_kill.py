@@ -304,8 +304,66 @@ def test_without_namespaces_landlock_takes_over_and_says_what_is_weaker(host: st
             core = connect(running)
             probe = "print(json.dumps([os.getcwd() == os.path.realpath('/workspace'), attempt(os.listdir, '/')]))"
             assert inside(core, probe) == [True, "EACCES"]
+            grow = 'python3 -c "import time; kept = bytes([1]) * (2200 << 20); time.sleep(60)"'
+            hog, _ = core.run(grow, environment={"container_size": "small"})
+            assert [item.exit_code for item in core.sessions.items.list(hog.id) if item.type != "message"] == [137]
             session = core.shell(script_of(STUBBORN, "sleeping", "stubborn-in-a-container"))
             hear(core, session.id, "settled")
             assert end(core, session.id).status == "cancelled" and not members({"stubborn-in-a-container"})
         said = log.read_text().splitlines()
-        assert len(said) == 1 and "sandboxes by landlock, because" in said[0] and "weaker: " in said[0]
+        assert len(said) == 1 and "sandboxes by landlock, because bubblewrap" in said[0] and "processes" in said[0]
+
+
+def run_core(python: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python3 -m core …` to its end, with temporary files that leave nothing behind."""
+    BOXES.stop("landlock")
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o777)
+        env = {**os.environ, "TMPDIR": directory, "PYTHONPATH": str(ROOT)}
+        command = [*python, "-m", "core", *arguments]
+        done = subprocess.run(
+            command, env=env, cwd="/", capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        )
+        assert not list(Path(directory).iterdir())
+        return done
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can take namespaces away")
+def test_the_doctor_names_the_mechanism_that_holds() -> None:
+    done = run_core(HOSTS_WITHOUT["container"]["root"], "doctor")
+    lines = {line.split()[1]: line for line in done.stdout.splitlines()}
+    assert done.returncode == 3 and "Landlock" in lines["sandbox"] and lines["sandbox"].startswith("ok")
+    for name in ("bubblewrap", "memory", "processes", "door"):
+        assert lines[name].startswith("weak")
+    assert run_core((sys.executable,), "doctor", "--sandbox", "landlock").returncode == 3
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can take namespaces away")
+@pytest.mark.parametrize(("command", "printed"), [("serve", "stderr"), ("doctor", "stdout")])
+def test_with_neither_there_is_one_line_that_names_both_reasons(command: str, printed: str) -> None:
+    """An ordinary user in a container that has no link at /workspace."""
+    done = run_core(HOSTS_WITHOUT["container"]["unprivileged"], command)
+    lines = [line for line in getattr(done, printed).splitlines() if "bubblewrap" in line]
+    assert done.returncode == 2 and len(lines) == 1
+    assert "max_user_namespaces" in lines[0] and f"ln -sfn /var/tmp/rl-eval-{USER}/workspace /workspace" in lines[0]
+
+
+WITHOUT_LANDLOCK = """
+import errno, os, sys, pyseccomp
+profile = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+profile.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "landlock_create_ruleset")
+profile.load()
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_without_landlock_there_is_one_line_that_says_what_is_needed() -> None:
+    done = run_core((sys.executable, "-c", WITHOUT_LANDLOCK, sys.executable), "serve", "--sandbox", "landlock")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and "Linux 6.12" in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root's sandboxes have user ids of their own")
+def test_data_where_sandboxes_cannot_reach_it_is_refused_in_one_line(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    done = run_core((sys.executable,), "serve", "--sandbox", "landlock", "--data", str(tmp_path / "data"))
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and "chmod o+x" in done.stderr

@@ -139,3 +139,4 @@ def test_doctor_says_what_holds_here(tmp_path: Path) -> None:
     for name in ("sandbox", "codex", "claude_sdk", "shell"):
         assert lines[name].startswith("ok ")
     assert lines["pi"].startswith("weak ") and "npm install" in lines["pi"]
+    assert "bubblewrap" in lines["sandbox"]

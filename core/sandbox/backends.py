@@ -44,5 +44,5 @@ def weaker(backend: Backend, reason: str) -> str | None:
     if not weaknesses:
         return None if seccomp.program() else f"weaker: {seccomp.MISSING}"
     names = ", ".join(what for what, _ in weaknesses)
-    because = f" because {reason[:1].lower()}{reason[1:].rstrip('.')};" if reason else ""
-    return f"sandboxes by {backend.name},{because} weaker: {names} (`python3 -m core doctor --sandbox {backend.name}`)"
+    because = f", because {reason.split('. ')[0].rstrip('.')}" if reason else ""
+    return f"sandboxes by {backend.name}{because}; weaker (doctor explains): {names}"

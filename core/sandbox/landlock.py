@@ -65,7 +65,7 @@ WEAKNESSES = (
      " list, changes can be watched"),
     ("no servers", "programs inside cannot listen, on TCP or Unix sockets, nor use /tmp or /dev/shm, only TMPDIR"),
     ("temporary", "the size of temporary files is not bounded, as that of the workspace"),
-    ("door", "is a port of the host's loopback, where other users of the host can knock; it wants the session's key"),
+    ("door", "a port of the host's loopback, where its users can knock: for the model it wants the session's key"),
 )  # fmt: skip
 SHARED_USER = ("user", "the agent has the server's user id: it may change modes and times of that user's files")
 PROGRAMS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
