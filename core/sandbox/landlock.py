@@ -385,7 +385,7 @@ def required_filter() -> bytes:
     if program is None:
         raise SandboxUnavailable(HELP.format(reason=f"without a filter they have no walls: {seccomp.MISSING}"))
     if platform.machine() not in SECCOMP_NUMBERS:
-        raise SandboxUnavailable(HELP.format(reason=f"nobody has tried them on {platform.machine()}"))
+        raise SandboxUnavailable(HELP.format(reason=f"this server does not know the numbers of {platform.machine()}"))
     return program
 
 

@@ -35,7 +35,12 @@ FORBIDDEN = (
     *("init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot", "syslog"),
     *("settimeofday", "clock_settime", "iopl", "ioperm", "vhangup", "uselib", "sethostname", "setdomainname"),
 )
-NUMBERS = {"quotactl_fd": 443, "open_tree_attr": 467}  # newer than some libseccomp; the same on all architectures
+# Newer than some libseccomp; the same on all architectures.
+NUMBERS = {
+    **{"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429},
+    **{"fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "clone3": 435, "pidfd_getfd": 438},
+    **{"process_madvise": 440, "mount_setattr": 442, "quotactl_fd": 443, "open_tree_attr": 467},
+}
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of linux/sched.h
 NAMESPACES = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 CLONE_NEWTIME = 0x80  # means another thing to clone
