@@ -5,10 +5,11 @@ the session's three directories; of the network it has connections to the door, 
 (`landlock_launcher.py`), and no other socket. It has a user id of its own when the server is root, no capability, no
 privilege to gain, no signal to anybody outside, and fewer system calls than under bubblewrap (`seccomp.py`).
 
-Threat model. As under bubblewrap: nothing outside can be read, written, signalled, traced or connected to, not even by
-name; no process outlives the turn; memory, processes, file size and descriptors are bounded. Weaker is what a namespace
-would hide or make private: `WEAKNESSES`, and without root `SHARED_USER`. They are the one list of it; doctor prints
-each, the server their names. Needed are Landlock 6 (Linux 6.12) and libseccomp; without either there is no sandbox.
+Threat model. As under bubblewrap: no file outside can be read or written, no process signalled, traced or limited, no
+socket connected to; no process outlives the turn; memory, processes, file size and descriptors are bounded. Weaker is
+what a namespace would hide or make private: `WEAKNESSES`, and without root `SHARED_USER`. They are the one list of it;
+doctor prints each, the server their names. Needed are Landlock 6 (Linux 6.12) and libseccomp; without either there is
+no sandbox.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ WEAKNESSES = (
     ("temporary", "the size of temporary files is not bounded, as that of the workspace"),
     ("door", "a port of the host's loopback, where its users can knock: for the model it wants the session's key"),
 )  # fmt: skip
-SHARED_USER = ("user", "the agent has the server's user id: it may change modes and times of that user's files")
+SHARED_USER = (
+    "user",
+    "the agent has the server's: it may change modes and times of that user's files, the server's too",
+)
 PROGRAMS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 ETC = (
     *("passwd", "group", "hosts", "host.conf", "nsswitch.conf", "localtime", "timezone", "ld.so.cache", "ld.so.conf"),
