@@ -34,7 +34,7 @@ from core.harnesses import registry
 from core.harnesses.npm import DEFAULT_PREFIX
 from core.reap import ReapFailed, reap
 from core.sandbox import SandboxUnavailable
-from core.sandbox.bubblewrap import BubblewrapBackend
+from core.sandbox.backends import AUTO, CHOICES, start_backend, weaker
 from core.server import Api
 from core.sessions import Options, Sessions
 from core.store import StorageFailed, Store, StoreUnavailable
@@ -76,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
             type=Path,
             default=DEFAULT_PREFIX,
             help="where `npm install --prefix` put pi and opencode (core/npm; else they are looked for on PATH)",
+        )
+        command.add_argument(
+            "--sandbox", choices=CHOICES, default=AUTO, help="auto: the strongest that works here (%(default)s)"
         )
     reaper = commands.add_parser("reap", help="remove the sessions that a dead client left")
     which = reaper.add_mutually_exclusive_group(required=True)
@@ -125,14 +128,18 @@ def data_directory(chosen: Path | None) -> Iterator[Path]:
 
 async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
     """Runs the server to its end. Raises Refused, SandboxUnavailable, StoreUnavailable, BadPrices."""
-    options = Options(arguments.slots, load_prices(arguments.prices), arguments.session_ttl)
+    prices = load_prices(arguments.prices)
     listener = listen(arguments.host, arguments.port)
     store = Store(data)
     harnesses = registry(arguments.npm_prefix)
     mounts = [mount for harness in harnesses.values() for mount in harness.mounts() or []]
-    backend = BubblewrapBackend(data, mounts)
     try:
-        await backend.start()
+        backend, reason = await start_backend(arguments.sandbox, data, mounts)
+    except BaseException:
+        store.close()
+        raise
+    options = Options(min(arguments.slots, backend.slots or arguments.slots), prices, arguments.session_ttl)
+    try:
         async with new_client() as client:
             sessions = Sessions(store, backend, harnesses, client, data, options)
             sessions.recover()
@@ -141,6 +148,8 @@ async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
                 watch_stdin(server)
             backend.on_lost = lambda: stop(server, "the sandbox launcher died")
             gc.freeze()  # what was imported stays: collections need not look through it again and again
+            if line := weaker(backend, reason):
+                logging.getLogger("core").warning(line)
             announce(listener, arguments.host, key)
             await server.serve(sockets=[listener])
             await sessions.close()
@@ -192,7 +201,7 @@ def main() -> int:
     arguments = parser().parse_args()
     try:
         if arguments.command == "doctor":
-            findings = examine(arguments.npm_prefix)
+            findings = examine(arguments.npm_prefix, arguments.sandbox)
             print("\n".join(finding.line() for finding in findings))
             return exit_code(findings)
         if arguments.command == "reap":

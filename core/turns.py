@@ -327,7 +327,8 @@ class TurnRunner:
         text = "\n\n".join(part["text"] for item in said for part in item["content"])
         thread = self.session(live)["_thread"]
         env = live.variables()
-        return TurnRequest(live.agent, live.door.bundle, DOOR_URL, live.door.key, text, env, thread)
+        home = self.backend.home(live.room)
+        return TurnRequest(live.agent, live.door.bundle, DOOR_URL, live.door.key, text, env, thread, home)
 
     def apply(self, live: Live, recorder: Recorder, effects: list[Effect]) -> None:
         with self.store.transaction():

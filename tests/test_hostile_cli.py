@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HOSTED, Core, connect, service
+from conftest import HOSTED, ROOT, Core, core_of
+
+from core.sandbox.backends import BACKENDS
 
 BUNDLE = {"protocol": "responses", "base_url": "http://127.0.0.1:9/v1", "api_key": "a-model-key"}
 COMPLETED = """{"type":"turn.completed","usage":{}}"""
 Doc = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def impostor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Core, Callable[[str], None]]]:
+@pytest.fixture(scope="module", params=BACKENDS)
+def impostor(request: pytest.FixtureRequest) -> Iterator[tuple[Core, Callable[[str], None]]]:
     """A server whose codex is whatever bash script the test writes."""
-    packages = tmp_path_factory.mktemp("packages")
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield from impostor_in(Path(directory), request.param)
+
+
+def impostor_in(packages: Path, backend: str) -> Iterator[tuple[Core, Callable[[str], None]]]:
     package = packages / "codex_cli_bin"
     for part in ("bin", "codex-path"):
         (package / part).mkdir(parents=True)
@@ -29,8 +38,9 @@ def impostor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Core, C
         program.chmod(0o755)
 
     become("true")
-    with service("core", "serve", env={"PYTHONPATH": str(packages)}) as running:
-        yield connect(running), become
+    user = "root" if os.getuid() == 0 else "unprivileged"
+    with core_of(user, "--sandbox", backend, env={"PYTHONPATH": f"{packages}:{ROOT}"}) as core:
+        yield core, become
 
 
 def start(core: Core, **extension: Any) -> str:

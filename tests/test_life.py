@@ -140,3 +140,4 @@ def test_doctor_says_what_holds_here(tmp_path: Path) -> None:
         assert lines[name].startswith("ok ")
     assert "memory" in lines and "cpu" in lines  # by cgroups or, weaker, without
     assert lines["pi"].startswith("weak ") and "npm install" in lines["pi"]
+    assert "bubblewrap" in lines["sandbox"]

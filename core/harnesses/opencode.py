@@ -29,7 +29,7 @@ from core.harnesses import (
     tool_result_effects,
 )
 from core.harnesses.npm import NPM_INSTALL, find, npm_version
-from core.sandbox import HOME, Command, Mount
+from core.sandbox import Command, Mount
 
 CONFIG = ".config/opencode/opencode.json"
 INSTRUCTIONS = ".config/opencode/instructions.md"
@@ -88,7 +88,7 @@ def configuration(turn: TurnRequest) -> Doc:
         "permission": {"edit": "allow", "bash": "allow", "webfetch": "deny", "websearch": "deny"},
     }
     if turn.agent.instructions:
-        found["instructions"] = [f"{HOME}/{INSTRUCTIONS}"]
+        found["instructions"] = [f"{turn.home}/{INSTRUCTIONS}"]
     return found
 
 

@@ -1,14 +1,14 @@
 """Sandboxes: the only room that starts processes.
 
-`bubblewrap.py` is the backend, `launcher.py` the small process that forks sandboxes for it, `limits.py` and `disk.py`
-hold what they may use. Nothing here knows sessions, harnesses or models: a `Command` goes in, a running `Sandbox` comes
-out.
+`bubblewrap.py` and `landlock.py` are the backends, `backends.py` chooses one; `launcher.py` and `landlock_launcher.py`
+are the small processes that fork sandboxes for them; `limits.py` and `disk.py` hold what these may use. Nothing here
+knows sessions, harnesses or models: a `Command` goes in, a running `Sandbox` comes out.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -119,6 +119,12 @@ class Mount:
 
 
 class Backend(Protocol):
+    """A way to run sandboxes: `slots` at a time, None where only the operator bounds them."""
+
+    name: str
+    slots: int | None
+    on_lost: Callable[[], None]
+
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -133,3 +139,13 @@ class Backend(Protocol):
 
     def processes(self) -> dict[str, list[int]]:
         """The ids of the processes that run now, by the name of their room."""
+
+    def home(self, room: Room) -> str:
+        """The path of the room's home directory inside."""
+        ...
+
+    async def inside(self, script: str) -> str: ...
+
+    def traits(self) -> list[tuple[str, str, bool]]: ...
+
+    def weaknesses(self) -> list[tuple[str, str]]: ...

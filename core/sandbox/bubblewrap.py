@@ -146,6 +146,9 @@ class BubblewrapBackend:
     `spares` is how many sandboxes wait for a payload.
     """
 
+    name = "bubblewrap"
+    slots: int | None = None
+
     def __init__(self, data: Path, mounts: list[Mount], spares: int = SPARES) -> None:
         self.data = data
         self.rooms = data / "rooms"
@@ -232,23 +235,22 @@ class BubblewrapBackend:
     def traits(self) -> list[tuple[str, str, bool]]:
         """(what, how it is done here, whether that is the strong way)."""
         user = "a user id of its own per sandbox" if self.uids else "the server's own user, in a namespace of its own"
-        version = f"cgroup v{self.cgroups.version}" if self.cgroups else ""
-        memory = version or "a watchdog that looks twice a second"
-        counted = "cgroup v2 and rlimit" if version == "cgroup v2" else "rlimit, counted per sandbox"
-        cpu = version if self.shares_cpu() else "rlimit per process, and lower priority: several may exceed the ceiling"
         filtered = seccomp.program() is not None
-        calls = "dangerous calls are refused" if filtered else "no filter is known for this architecture"
+        calls = "dangerous calls are refused" if filtered else seccomp.MISSING
         sandbox = f"bubblewrap on Linux {platform.release()}; {user}"
         return [
             ("sandbox", sandbox, True),
             ("system calls", calls, filtered),
-            ("processes", counted, True),
-            ("memory", memory, bool(version)),
-            ("cpu", cpu, self.shares_cpu()),
-            ("open files", "rlimit per process", True),
-            ("file size", "rlimit", True),
+            *limit_traits(self.cgroups),
             ("/tmp", "a tmpfs of bounded size; its files count as memory", True),
         ]
+
+    def weaknesses(self) -> list[tuple[str, str]]:
+        """None: the others are measured by this backend."""
+        return []
+
+    def home(self, room: Room) -> str:
+        return HOME
 
     async def close(self) -> None:
         """Kills every sandbox and the launcher."""
@@ -493,6 +495,21 @@ class BubblewrapSandbox:
         return self.exceeded
 
 
+def limit_traits(cgroups: Cgroups | None) -> list[tuple[str, str, bool]]:
+    """How the limits hold here that are the same for every backend, as `traits` tells them."""
+    version = f"cgroup v{cgroups.version}" if cgroups else ""
+    counted = "cgroup v2 and rlimit" if version == "cgroup v2" else "rlimit, counted per sandbox"
+    shared = cgroups is not None and cgroups.cpu is not None
+    cpu = version if shared else "rlimit per process, and lower priority: several may exceed the ceiling"
+    return [
+        ("processes", counted, True),
+        ("memory", version or "a watchdog that looks twice a second", bool(version)),
+        ("cpu", cpu, shared),
+        ("open files", "rlimit per process", True),
+        ("file size", "rlimit", True),
+    ]
+
+
 # ── pieces of the command line ────────────────────────────────────────────────────────────────────
 
 
@@ -510,7 +527,7 @@ def fixed_options(interpreters: list[Path]) -> list[str]:
             options += ["--symlink", str(host.readlink()).lstrip("/"), f"/{name}"]
         elif host.is_dir():
             options += ["--ro-bind", f"/{name}", f"/{name}"]
-    options += ["--ro-bind", f"{STAGE}/etc", "/etc", "--ro-bind", f"{STAGE}/opt", "/opt"]
+    options += ["--ro-bind", f"{STAGE}/etc", "/etc", "--ro-bind-try", f"{STAGE}/opt", "/opt"]
     for part in (part for prefix in interpreters for part in parts_of(prefix)):
         options += ["--ro-bind", f"{STAGE}/interpreters{part}", str(part)]
     path = ":".join([PATH, *(f"{prefix}/bin" for prefix in interpreters)])
