@@ -27,6 +27,7 @@ from core.sandbox.backends import BACKENDS
 from core.sandbox.workspace import OWN_PLACE
 
 ROOT = Path(__file__).parents[1]
+WORKERS = 3  # most tests wait for processes, so more than there are cores
 NO_NETWORK = {"access": "disabled"}
 HOSTED = {"type": "openai_hosted", "network": NO_NETWORK}
 SHELL = {"x_agents_core": {"harness": "shell"}}
@@ -368,3 +369,23 @@ def gateway() -> Iterator[Gateway]:
     book = {"scripts": {"script": SCRIPT}, "rollouts": {"r": "script"}}
     with service("gateway", "serve", "--scripts", "-", first_line=json.dumps(book) + "\n") as running:
         yield Gateway(running)
+
+
+# ── several processes for the whole suite ─────────────────────────────────────────────────────────
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Distributes the suite, where pytest-xdist is installed, nobody asked for anything else, and no file is named."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses, config.option.dist = WORKERS, "loadgroup"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process runs a file's tests, and one all that start Landlock sandboxes: a machine has one /workspace."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            group = "landlock" if "landlock" in item.nodeid else item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(group))
