@@ -5,6 +5,7 @@ Those that work against both backends are in `test_sandbox.py` and beside it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -37,7 +38,8 @@ class Host:
 
     def accept(self, server: socket.socket) -> None:
         while True:
-            with server.accept()[0] as connection:
+            with contextlib.suppress(OSError), server.accept()[0] as connection:
+                connection.settimeout(5)  # one that says nothing, or resets, does not stop the others
                 self.got.add(connection.recv(100).decode())
 
     def receive(self, server: socket.socket) -> None:
@@ -102,8 +104,9 @@ def test_no_socket_is_turned_away_from_the_door(box: Core, host: Host, way: str)
     run = f"{TURN}\nprint(json.dumps(attempt(actions[{way!r}])))"
     said = inside(box, run, [4141, host.port, host.path, word])
     with socket.create_server(("127.0.0.1", 0)) as door:
-        assert outside(run, [door.getsockname()[1], host.port, host.path, control]) == "ok"
-    until(lambda: control in host.got)
+        # Again and again: on a busy machine, a packet of this odd kind may be lost.
+        given = [door.getsockname()[1], host.port, host.path, control]
+        until(lambda: outside(run, given) == "ok" and control in host.got)
     assert word not in host.got and said != "ok"
 
 
