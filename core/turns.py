@@ -162,7 +162,7 @@ class TurnRunner:
 
     async def prepare(self, live: Live, turn_id: str | None) -> bool:
         """Runs the setup commands once per session. False when they failed and the session with them."""
-        stored, started = self.session(live), time.time_ns()
+        stored, started, began = self.session(live), time.time_ns(), time.monotonic()
         if stored["_environment"]["status"] != "pending":
             return bool(stored["_environment"]["status"] == "ready")
         self.move_environment(live, turn_id, "pending")
@@ -176,6 +176,10 @@ class TurnRunner:
         if turn_id is not None:
             preparation = span("preparation", "preparation", started, time.time_ns(), failed=failure is not None)
             self.add_span(live, turn_id, preparation)
+            with self.store.transaction():
+                turn = self.turn(live, turn_id)
+                turn["x_agents_core"]["timings"]["preparing_s"] = round(time.monotonic() - began, 3)
+                self.store.save_turn(turn)
         if failure is None:
             self.move_environment(live, turn_id, "ready")
             return True
