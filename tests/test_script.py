@@ -720,4 +720,5 @@ def test_usage(cases: Cases) -> None:
 
 
 def test_failure_without_a_turn_ends_at_once(cases: Cases) -> None:
-    assert cases.lines["no turn"]["duration_s"] < 5 and cases.lines["no turn, public"]["duration_s"] < 5
+    ended = max(cases.lines[name]["duration_s"] for name in ("no turn", "no turn, public"))
+    assert ended < cases.lines["timeout while queued"]["duration_s"]
