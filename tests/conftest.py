@@ -377,7 +377,7 @@ def gateway() -> Iterator[Gateway]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Distributes the suite, where pytest-xdist is installed, nobody asked for anything else, and no file is named."""
-    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = WORKERS, "loadgroup"
 

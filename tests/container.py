@@ -1,6 +1,6 @@
 """`python3 tests/container.py UID COMMAND…` as root: runs a command under what an ordinary Docker container imposes.
 
-From memory of Docker's defaults, as far as they concern sandboxes: its 14 capabilities and no others, its seccomp
+Docker's defaults, as far as they concern sandboxes: its 14 capabilities and no others, its seccomp
 profile where that refuses namespaces, mounts and looking into the kernel to whoever lacks CAP_SYS_ADMIN, and no cgroup
 to write. The refusals are the kernel's own. Another UID than 0 is what `docker run --user` gives.
 """

@@ -68,7 +68,6 @@ WEAKNESSES = (
     ("file names", "of a path that is known, existence, size and times can be asked; of a directory that all users may"
      " list, changes can be watched"),
     ("no servers", "programs inside cannot listen, on TCP or Unix sockets, nor use /tmp or /dev/shm, only TMPDIR"),
-    ("temporary", "the size of temporary files is not bounded, as that of the workspace"),
     ("door", "a port of the host's loopback, where its users can knock: for the model it wants the session's key"),
 )  # fmt: skip
 SHARED_USER = (
