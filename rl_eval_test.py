@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 
 import rl_eval
+from report import statistics
+from report.table import markdown
 from rl_eval import Json, Pair, Refused, Result, Task
 
 BUNDLED = ["failed-logins", "inventory-bug", "orders-json", "salaries-sqlite", "sales-by-region"]
@@ -132,7 +134,7 @@ def test_pass_at_k_equals_exact_enumeration(n: int) -> None:
     for right, k in itertools.product(range(n + 1), range(1, n + 1)):
         draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
         exact = Fraction(sum(map(any, draws)), len(draws))
-        assert rl_eval.pass_at_k(n, right, k) == pytest.approx(float(exact), abs=1e-12)
+        assert statistics.pass_at_k(n, right, k) == pytest.approx(float(exact), abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_pass_at_k_equals_exact_enumeration(n: int) -> None:
     [(4, 1, 4, 1.0), (0, 0, 1, None), (3, 3, 4, None), (3, 3, 0, None), (5, 0, 5, 0.0), (200, 100, 100, 1.0)],
 )
 def test_pass_at_k_at_the_edges(n: int, c: int, k: int, estimate: float | None) -> None:
-    assert rl_eval.pass_at_k(n, c, k) == (None if estimate is None else pytest.approx(estimate))
+    assert statistics.pass_at_k(n, c, k) == (None if estimate is None else pytest.approx(estimate))
 
 
 def result(task: str, reward: float | None, status: str = "completed", **members: Any) -> Result:
@@ -150,7 +152,7 @@ def result(task: str, reward: float | None, status: str = "completed", **members
 def test_summary_counts_and_averages() -> None:
     results = [result("a", 1.0), result("a", 0.0), result("b", 0.0), result("b", 0.0)]
     results += [result("c", 0.0, "timeout"), result("c", None, "error"), result("d", None, "cancelled")]
-    (row,) = rl_eval.summarise(results, {1, 2})
+    (row,) = statistics.summarise(results, {1, 2})
     assert (row["rollouts"], row["scored"], row["errors"], row["timeouts"]) == (7, 5, 1, 1)
     assert row["mean reward"] == pytest.approx(0.2)
     assert row["pass@1"] == (pytest.approx(0.5 / 3), (3, 4))
@@ -160,37 +162,38 @@ def test_summary_counts_and_averages() -> None:
 def test_summary_does_not_depend_on_the_order_of_completion() -> None:
     results = [result(t, r) for t in "abc" for r in (0.0, 1.0, 1.0, None)]
     results += [Result("r", "a", "claude_sdk", "m", 0, status="error")]
-    summary = rl_eval.summarise(results, {1, 4})
+    summary = statistics.summarise(results, {1, 4})
     assert all(
-        rl_eval.summarise(order, {4, 1}) == summary
+        statistics.summarise(order, {4, 1}) == summary
         for order in (results[::-1], sorted(results, key=lambda r: str(r.reward)))
     )
 
 
 def test_tasks_weigh_the_same_whatever_was_scored() -> None:
     """R15."""
-    (row,) = rl_eval.summarise([result("a", 1.0)] + [result("b", 0.0)] * 7, {1})
+    (row,) = statistics.summarise([result("a", 1.0)] + [result("b", 0.0)] * 7, {1})
     assert row["pass@1"] == (0.5, (2, 2))
 
 
 def test_nothing_scored_is_not_zero() -> None:
     """T4."""
-    table = rl_eval.markdown(rl_eval.summarise([result("a", None, "error")] * 3, {1, 8}))
-    assert table.count("n/a") == 4 and "0.000" not in table
+    table = markdown(statistics.summarise([result("a", None, "error")] * 3, {1, 8}), {1, 8})
+    assert table.splitlines()[2].count("n/a") == 6 and "0.000" not in table.splitlines()[2]
 
 
 def test_table_says_how_many_tasks_entered_and_is_markdown() -> None:
     results = [result("a", 1.0), result("a", 0.0), result("b", 1.0), result("b", None, "error")]
-    head, _, line = rl_eval.markdown(rl_eval.summarise(results, {1, 2})).splitlines()
+    head, _, line, *_ = markdown(statistics.summarise(results, {1, 2}), {1, 2}).splitlines()
     columns = [cell.strip() for cell in head.strip("|").split("|")]
-    assert columns[:7] == ["harness", "model", "rollouts", "scored", "mean reward", "pass@1", "pass@2"]
-    assert columns[7:] == ["errors", "timeouts", "mean duration (s)"]
+    assert columns[:8] == ["harness", "model", "rollouts", "scored", "mean reward", "pass@1", "pass@2", "pass^2"]
+    assert columns[8:] == ["errors", "timeouts", "mean duration (s)", "reward, 95 %"]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["codex", "m", "4", "3", "0.667", "0.750", "1.000 (1/2 tasks)", "1", "0", "2.0"]
+    assert cells[:8] == ["codex", "m", "4", "3", "0.667", "0.750", "1.000 (1/2 tasks)", "0.000 (1/2 tasks)"]
+    assert cells[8:] == ["1", "0", "2.0", "0.00 to 1.00"]
 
 
 def test_one_sample_needs_one_pass_column() -> None:
-    assert rl_eval.markdown(rl_eval.summarise([result("a", 1.0)], {1})).count("pass@") == 1
+    assert markdown(statistics.summarise([result("a", 1.0)], {1}), {1}).count("pass@") == 1
 
 
 # --- Tasks ------------------------------------------------------------------------------------
@@ -397,7 +400,7 @@ def test_ids_are_the_same_in_another_process() -> None:
 def test_session_body_holds_what_the_api_knows_and_nothing_of_the_answer() -> None:
     (rollout,) = rl_eval.make_plan("run", [TASK], [Pair("codex", "m", "responses")], 1)
     endpoint = "http://127.0.0.1:1/rollouts/{rollout_id}/v1", "key"
-    body = rl_eval.session_body(rollout, endpoint, [])
+    body = rl_eval.session_body(rollout, 1, endpoint, [])
     assert body["agent"] == {"model": "m", "x_agents_core": {"harness": "codex"}}
     bundle = body["extra_body"]["x_agents_core"]["model_provider"]
     url = f"http://127.0.0.1:1/rollouts/{rollout.id}/v1"
@@ -409,7 +412,7 @@ def test_session_body_holds_what_the_api_knows_and_nothing_of_the_answer() -> No
 
 def test_default_pair_names_nothing_and_shell_has_no_model() -> None:
     (rollout,) = rl_eval.make_plan("run", [TASK], [Pair(None, None)], 1)
-    body = rl_eval.session_body(rollout, None, [])
+    body = rl_eval.session_body(rollout, 1, None, [])
     assert body["agent"] == {} and "extra_body" not in body
     assert rl_eval.labels(Pair(None, None)) == ("default", "default")
     assert rl_eval.labels(Pair("shell", None)) == ("shell", "none")
@@ -423,6 +426,8 @@ def pairs_of(monkeypatch: pytest.MonkeyPatch, arguments: str, embedded: bool, ke
     monkeypatch.setenv("OPENAI_API_KEY", "" if embedded else "a-deployment-key")
     options = rl_eval.make_parser().parse_args(arguments.split())
     rl_eval.check_options(options, embedded)
+    rl_eval.recall_options(options, {})
+    rl_eval.check_endpoint(options)
     return rl_eval.choose_pairs(options, embedded)
 
 
@@ -530,7 +535,8 @@ def stored(**members: Any) -> Json:
 
 def test_record_has_its_members_in_order() -> None:
     names = "rollout_id task harness model sample session_id status reward answer duration_s usage items error"
-    assert list(stored()) == [*names.split(), "turn_id", "group_id", "started_at"]
+    names += " turn_id group_id run_id started_at attempt final usage_observed failure timings task_digest"
+    assert list(stored()) == [*names.split(), "script_version", "resolved", "options", "deployment"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e309, [{"a": math.nan}]])
