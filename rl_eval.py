@@ -359,7 +359,8 @@ def session_body(rollout: Rollout, number: int, endpoint: tuple[str, str] | None
         "extra_headers": {"Idempotency-Key": f"{rollout.id}-{number}"},
     }
     if endpoint and pair.protocol:
-        base_url = endpoint[0].replace("{rollout_id}", rollout.id)
+        # A gateway keeps the calls of attempts apart by this suffix.
+        base_url = endpoint[0].replace("{rollout_id}", rollout.id if number == 1 else f"{rollout.id}~{number}")
         bundle = {"protocol": pair.protocol, "base_url": base_url, "api_key": endpoint[1]}
         body["extra_body"] = {"x_agents_core": {"model_provider": bundle}}
     return body
@@ -910,8 +911,9 @@ async def run_attempt(rollout: Rollout, number: int, api: Api, sweep: Sweep) -> 
         result.fail(sweep.failure or "interrupted", "error" if sweep.failure else "cancelled")
     except ApiError as error:
         result.fail(str(error))
-        refused = not attempt.session and not error.transient and error.status != 409
-        result.failure = {"code": None, "class": "deployment", "reason": "refused" if refused else "unavailable"}
+        # What made no session was refused, or tried for long: another attempt would be no other.
+        lasting = not attempt.session and error.status != 409
+        result.failure = {"code": None, "class": "deployment", "reason": "not_created" if lasting else "unavailable"}
     except Exception as error:  # a bug here, or in grading one task, must not end the other rollouts
         result.fail(f"{type(error).__name__}: {error}")
     finally:
@@ -945,7 +947,7 @@ async def create(api: Api, attempt: Attempt, sweep: Sweep) -> None:
         try:
             attempt.session = await create_once(api, attempt, body, sweep)
         except ApiError as error:
-            give_up = math.inf if error.full else min(give_up, time.monotonic() + TROUBLE_SECONDS)
+            give_up = math.inf if error.full else min(give_up, time.monotonic() + min(TROUBLE_SECONDS, sweep.timeout))
             if not error.transient or time.monotonic() > give_up:
                 raise
             sweep.waiting(error)
@@ -1275,7 +1277,7 @@ class Sweep:
 def worth_retrying(result: Result) -> bool:
     """Whether another attempt may measure what this one did not."""
     failure = result.failure or {}
-    lasting = failure.get("reason") == "refused" or failure.get("code") in LASTING_CODES
+    lasting = failure.get("reason") == "not_created" or failure.get("code") in LASTING_CODES
     return result.status == "error" and result.reward is None and not lasting
 
 
@@ -1563,10 +1565,15 @@ def open_journal(path: Path | None, run_id: str) -> Journal:
         raise Refused(f"cannot create {path or 'runs/'}: {error.strerror}") from None
 
 
-def reopen_journal(path: Path, book: Book) -> Journal:
-    """Go on with a file: into `book` goes what it holds. Raises Refused."""
+def reopen_journal(path: Path, book: Book, read_only: bool) -> Journal | None:
+    """Go on with a file, or only read it: into `book` goes what it holds. Raises Refused."""
+    journal = None
     try:
-        journal = Journal(path, book)
+        if read_only:
+            with path.open("rb") as file:
+                book.read(file)
+        else:
+            journal = Journal(path, book)
     except OSError as error:
         raise Refused(f"cannot go on with {path}: {error.strerror}") from None
     for problem in book.problems:
@@ -1595,7 +1602,7 @@ def start(arguments: list[str] | None) -> int:
         return regrade(o.regrade, load_tasks(o.tasks, o.task), o)
     book, journal = Book(), None
     if o.resume:
-        journal = reopen_journal(o.resume, book)
+        journal = reopen_journal(o.resume, book, read_only=o.list or o.dry_run)
     recall_options(o, next((result.options for result in book.every), {}))
     check_endpoint(o)
     pairs, tasks = ([] if o.check else choose_pairs(o, embedded)), load_tasks(o.tasks, o.task)
