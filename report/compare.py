@@ -82,7 +82,7 @@ def sign_test(better: int, worse: int) -> float:
     term, tail = 1, 0
     for i in range(min(better, worse) + 1):
         tail, term = tail + term, term * (n - i) // (i + 1)  # term: the ways to choose i of n
-    return min(1.0, 2 * tail / 2**n)
+    return min(1.0, 2 * tail / (1 << n))
 
 
 class Comparison(NamedTuple):
