@@ -16,7 +16,7 @@ from rl_eval import Json, plain
 
 VEGA_LITE = "6.4"
 SERIES = 8  # colours --series-1 and so on in page.css; more pairs than that share them, and differ by shape alone
-WIDTH = 340
+WIDTH = 380  # of a whole chart, so that all are scaled alike
 TEXT, FAINT = "var(--text)", "var(--line)"
 CONFIG: Json = {
     "background": "transparent",
@@ -29,18 +29,20 @@ CONFIG: Json = {
         "gridColor": FAINT,
         "domainColor": FAINT,
         "tickColor": FAINT,
-        "labelFontSize": 12,
-        "titleFontSize": 12,
+        "labelFontSize": 13,
+        "titleFontSize": 13,
         "titleFontWeight": "normal",
         "labelLimit": 140,
     },
     "legend": {
         "labelColor": TEXT,
         "titleColor": TEXT,
-        "labelFontSize": 12,
-        "labelLimit": 300,
+        "labelFontSize": 13,
+        "labelLimit": 150,
         "orient": "bottom",
-        "columns": 1,
+        "columns": 2,
+        "columnPadding": 24,
+        "layout": {"direction": "vertical", "anchor": "start"},
         "symbolStrokeWidth": 2,
     },
 }
@@ -64,7 +66,13 @@ SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down")  # not 
 
 def render(values: list[Json], body: Json) -> str:
     """An SVG element."""
-    spec = {"data": {"values": values}, "config": CONFIG, "width": WIDTH, **body}
+    spec = {
+        "data": {"values": values},
+        "config": CONFIG,
+        "width": WIDTH,
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        **body,
+    }
     return vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE)
 
 
@@ -125,7 +133,7 @@ def curves(rows: list[Json]) -> str:
             "legend": {"symbolType": "stroke", "symbolSize": 400},
         },
     }
-    return render(values, {"mark": {"type": "line", "point": {"size": 50}}, "encoding": encoding, "height": 200})
+    return render(values, {"mark": {"type": "line", "point": {"size": 50}}, "encoding": encoding, "height": 150})
 
 
 def boxes(title: str, values: list[tuple[str, float]]) -> str:

@@ -43,7 +43,8 @@ function button(label, act) {
 
 function block(value, kind = "") {
   const text = textOf(value);
-  const pre = el("pre", { class: kind, tabindex: "0" });
+  const scrolls = text.length > 1500 || text.split("\n", 21).length > 20; // then keys must reach it, too
+  const pre = el("pre", { class: kind, ...(scrolls ? { tabindex: "0" } : {}) });
   if (text.length <= CHARACTERS) {
     pre.append(visible(text));
     return pre;
@@ -144,9 +145,11 @@ function links(row) {
 
 async function showRollout(row) {
   const article = find("rollout");
+  const mine = (opened += 1);
+  article.removeAttribute("data-line");
   article.replaceChildren(links(row), el("h2", { id: "h-rollout", tabindex: "-1" }, visible(title(row))));
   const detail = await unpack(details[row.line]);
-  if (location.hash !== `#${row.line}`) return; // another one was opened meanwhile
+  if (mine !== opened) return; // another one was opened meanwhile
   article.append(el("p", {}, badge(row), ` ${row.status}`));
   if (detail.error) article.append(el("h3", {}, "Error"), block(detail.error, "failed"));
   article.append(el("h3", {}, "Answer"));
@@ -165,7 +168,8 @@ let details = [];
 let names = { tasks: [], pairs: [] };
 let chosen = []; // the rows that the filters leave
 let first = 0; // of the page of the list
-let scrolled = 0;
+let scrolled = 0; // where the list was left
+let opened = 0; // rollouts so far
 
 function title(row) {
   const attempt = row.attempts > 1 ? `, attempt ${row.attempt} of ${row.attempts}` : "";
@@ -245,6 +249,7 @@ async function route() {
   find("rollout").hidden = !row;
   find("overview").hidden = Boolean(row);
   if (!row) {
+    opened += 1;
     find("rollout").replaceChildren();
     window.scrollTo(0, scrolled);
     return;
@@ -273,4 +278,7 @@ async function start() {
   document.body.setAttribute("data-ready", "");
 }
 
+window.addEventListener("unhandledrejection", (event) => {
+  find("trouble").textContent = `The rollouts cannot be shown: ${event.reason}`;
+});
 start();

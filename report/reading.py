@@ -5,13 +5,13 @@ Attempts go into the script's `Book`, without items and answers; a page reads th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rl_eval import Book, Json, Refused, plain, read_lines, say
 
+LARGE = 1e15  # no reward, duration or count reaches it; beyond floats, sums would fail
 NONE = type(None)
 MEMBERS: dict[str, tuple[type, ...]] = {
     "reward": (int, float, NONE),
@@ -63,6 +63,15 @@ def records(path: Path) -> Iterator[tuple[int, Json | None]]:
 
 def is_sound(record: Json) -> bool:
     """Whether the members that are computed with are what they must be; a bool is no number."""
-    numbers: list[Any] = [record.get("reward"), record.get("duration_s")]
-    finite = all(math.isfinite(number) for number in numbers if type(number) in (int, float))
-    return finite and "self" not in record and all(type(record.get(name)) in kinds for name, kinds in MEMBERS.items())
+    counted = [record.get(name) for name in ("reward", "duration_s", "usage", "usage_observed")]
+    small = all(abs(number) < LARGE for value in counted for number in numbers(value))  # NaN is not
+    return small and "self" not in record and all(type(record.get(name)) in kinds for name, kinds in MEMBERS.items())
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """The numbers in a value, and in the objects in it."""
+    if type(value) in (int, float):
+        yield value
+    elif isinstance(value, dict):
+        for member in value.values():
+            yield from numbers(member)

@@ -148,8 +148,11 @@ def test_a_file_without_rollouts_is_refused(tmp_path: Path, command: str, conten
         {"task_digest": None},
         {"sample": "0"},
         {"self": 1},
+        {"reward": 10**400},
+        {"usage": {"input_tokens": 10**400}},
+        {"usage": {"input_tokens_details": {"cached_tokens": 1e300}}},
     ],
-    ids=str,
+    ids=lambda member: str(member)[:40],
 )
 def test_an_unsound_line_is_named_and_left_out(tmp_path: Path, member: Json) -> None:
     path = rewards(tmp_path / "x.jsonl", {"a": [1.0, 0.0]})

@@ -301,6 +301,22 @@ def test_links_and_keys_lead_through_rollouts(browser: Browser, tmp_path: Path) 
     assert len(browser.listed()) == 2
 
 
+def test_two_that_are_opened_at_once_end_with_the_last(browser: Browser, tmp_path: Path) -> None:
+    browser.open_page(rewards_page(tmp_path, {"a": [1.0, 0.0]}))
+    browser.run("for (const place of ['#0', '#1', '#0']) { history.replaceState(null, '', place); route(); }")
+    browser.until("document.getElementById('rollout').dataset.line === '0'")
+    assert browser.texts("#rollout h3") == ["Answer", "Timeline, 0 items", "Record"]
+
+
+def test_damaged_data_is_said(browser: Browser, tmp_path: Path) -> None:
+    path = rewards_page(tmp_path, {"a": [1.0]})
+    before, mark, after = path.read_text().partition('id="details">\n')
+    path.write_text(before + mark + "A" + after)
+    browser.open_page(path, place="")
+    browser.run("location.hash = '#0'")
+    browser.until("document.getElementById('trouble').textContent.startsWith('The rollouts cannot be shown')")
+
+
 def rewards_page(folder: Path, by_task: dict[str, list[float | None]]) -> Path:
     write_page(Run(rewards(folder / "r.jsonl", by_task)), folder / "r.html", folder / "tasks")
     return folder / "r.html"
