@@ -245,7 +245,8 @@ def load_task(path: Path) -> Task:
         settings = parse_rules(parse_strictly(rules.read_bytes()), expected) if rules.exists() else Rules()
         name = "files"
         files = tuple(find_files(path / name))
-        parts = [instruction, json.dumps(expected), script, settings, *((n, sha256(p.read_bytes())) for n, p in files)]
+        contents = [(n, sha256(p.read_bytes()).hexdigest()) for n, p in files]
+        parts = [instruction, json.dumps(expected), script, settings, *contents]
         return Task(path.name, instruction, expected, files, script, settings, digest_of(parts))
     except (OSError, ValueError) as error:
         raise Refused(f"task {path.name!r}: {name}: {getattr(error, 'strerror', None) or error}") from None
@@ -282,10 +283,10 @@ def is_number(value: Any) -> bool:
 
 
 def digest_of(parts: Iterable[Any]) -> str:
-    """Of text, None, tuples and hashes, in order, such that no two lists look alike."""
+    """Of values whose repr tells all of them, in order, such that no two lists look alike."""
     whole = sha256()
     for part in parts:
-        text = part.hexdigest() if hasattr(part, "hexdigest") else repr(part)
+        text = repr(part)
         whole.update(f"{len(text)}:{text}".encode("utf-8", "surrogatepass"))
     return whole.hexdigest()[:16]
 

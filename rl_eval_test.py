@@ -255,6 +255,22 @@ def test_unsound_task_is_refused(tmp_path: Path, contents: Json, says: str) -> N
     assert [task.id for task in rl_eval.load_tasks(tmp_path, ["sound", "sound"])] == ["sound"]
 
 
+def test_digest_is_the_same_in_every_process_and_tells_a_changed_file(tmp_path: Path) -> None:
+    data = write_task(tmp_path) / "files" / "data"
+    data.parent.mkdir()
+    data.write_text("1")
+    code = "import pathlib, sys, rl_eval; print(rl_eval.load_task(pathlib.Path(sys.argv[1])).digest)"
+
+    def digest() -> str:
+        words, cwd = [sys.executable, "-c", code, str(tmp_path / "t")], Path(rl_eval.__file__).parent
+        return subprocess.run(words, capture_output=True, text=True, check=True, cwd=cwd).stdout
+
+    first = digest()
+    assert digest() == first
+    data.write_text("2")
+    assert digest() != first
+
+
 def test_task_without_solution_loads(tmp_path: Path) -> None:
     write_task(tmp_path, solution=None)
     assert rl_eval.load_tasks(tmp_path)[0].solution is None
