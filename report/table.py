@@ -36,10 +36,15 @@ def markdown(rows: list[Json], ks: Iterable[int], width: int | None = None) -> s
     names, left_out = columns(rows, ks, width)
     notes = [f"Not shown for want of room: {', '.join(left_out)}; --json PATH has all."] if left_out else []
     for row in rows:
+        who = f"{plain(row['harness'])} · {plain(row['model'])}"
         if row["scored"] < row["rollouts"]:
             bound = f"{row['mean reward, errors as 0']:.3f}"
-            who = f"{plain(row['harness'])} · {plain(row['model'])}"
             notes.append(f"{who}: {row['scored']} of {row['rollouts']} scored; mean reward with the rest as 0: {bound}")
+        complete, groups, flat = row["complete groups"], row["groups"], row["zero-variance groups"]
+        if row["rollouts"] > groups and (complete < groups or flat):
+            notes.append(
+                f"{who}: {complete} of {groups} groups complete, {flat} of these with the same reward throughout"
+            )
     return "\n".join([render(rows, names), *([""] if notes else []), *notes])
 
 
