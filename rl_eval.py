@@ -693,13 +693,11 @@ class Journal:
 class ApiError(Exception):
     """A request that was refused, or that got no answer (`status` None) or a useless one (200)."""
 
-    def __init__(
-        self, message: str, status: int | None = None, wait: float = 0.0, sent: bool = True, full: bool = False
-    ) -> None:
+    def __init__(self, message: str, status: int | None = None, wait: float = 0.0, sent: bool = True) -> None:
         super().__init__(message)
         self.status, self.wait, self.sent = status, wait, sent  # wait: seconds that the server asked for
         self.transient = status is None or status in (408, 429) or status >= 500
-        self.full = full  # there is no room; it is to be waited for
+        self.code, self.full = "", status == 429  # full: there is no room; it is to be waited for
 
 
 def api_error(error: Any) -> ApiError:
@@ -710,11 +708,13 @@ def api_error(error: Any) -> ApiError:
     if status is None:
         sent = type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout")
         return ApiError(f"no answer: {error or type(error).__name__}", sent=sent)
-    message = f"HTTP {status} {at(body, 'code') or ''}: {str(at(body, 'message') or error)[:1000]}"
+    code = str(at(body, "code") or "")
+    message = f"HTTP {status} {code}: {str(at(body, 'message') or error)[:1000]}"
     wait = error.response.headers.get("retry-after", "")
-    full = status == 429 or (status == 503 and (at(body, "code") == "execution_unavailable" or bool(wait)))
     seconds = min(float(wait), 120.0) if wait.isdecimal() else 0.0
-    return ApiError(message.replace(" :", ":"), status, seconds, full=full)
+    told = ApiError(message.replace(" :", ":"), status, seconds)
+    told.code, told.full = code, status == 429 or (status == 503 and (code == "execution_unavailable" or bool(wait)))
+    return told
 
 
 def place_of(session: Json) -> tuple[Any, Any]:
@@ -730,7 +730,10 @@ class Api:
     """
 
     def __init__(self, client: Any, deployment: Json) -> None:
-        self.client, sessions, self.deployment = client, client.beta.agents.sessions, deployment
+        from openai.resources.beta.agents.sessions import AsyncSessions
+
+        # As client.beta.agents.sessions, which would import all of beta first: half a second.
+        self.client, sessions, self.deployment = client, AsyncSessions(client), deployment
         self.sessions, self.events = sessions.with_raw_response, sessions.events.with_raw_response
         self.turns, self.items = sessions.turns.with_raw_response, sessions.items.with_raw_response
         self.artifacts = sessions.artifacts.with_raw_response
@@ -964,6 +967,7 @@ async def run_attempt(rollout: Rollout, number: int, api: Api, sweep: Sweep) -> 
         if attempt.inside:
             sweep.pace.leave()
         result.session_id, result.turn_id = attempt.session_id or None, attempt.turn.get("id")
+        result.attempt = attempt.number
         result.final = result.reward is not None
     return result
 
@@ -987,6 +991,11 @@ async def create(api: Api, attempt: Attempt, sweep: Sweep) -> None:
             await sweep.pace.creation()
             attempt.session = await create_once(api, attempt, body, sweep)
         except ApiError as error:
+            if error.status == 409 and error.code == "idempotency_conflict":
+                # A process that was killed made this attempt, and its line is lost: this is the next one.
+                attempt.number, attempt.doubtful = attempt.number + 1, False
+                body = session_body(attempt.rollout, attempt.number, sweep.endpoint, files)
+                continue
             give_up = math.inf if error.full else min(give_up, time.monotonic() + min(TROUBLE_SECONDS, sweep.timeout))
             if not error.transient or time.monotonic() > give_up:
                 raise
@@ -1324,10 +1333,12 @@ def worth_retrying(result: Result) -> bool:
 
 
 def load_client() -> Any:
-    """Import the client with the part that is used: one to two seconds, once."""
+    """Import the client with the parts that are used: one to two seconds, once."""
     import openai
-    import openai.resources.beta.agents.sessions
+    from openai.resources.beta.agents import sessions
 
+    for name in ("events", "turns", "items", "artifacts"):
+        importlib.import_module(f"{sessions.__name__}.{name}")
     return openai
 
 
