@@ -153,7 +153,7 @@ def main() -> None:
     import rl_eval
 
     openai = rl_eval.load_client()
-    openai.DefaultAioHttpClient  # noqa: B018  imports what it needs
+    openai.DefaultAioHttpClient()  # imports what it needs
     gc.collect()
     gc.freeze()
     serve(sys.argv[1])

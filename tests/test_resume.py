@@ -56,7 +56,7 @@ def test_killed_at_any_moment_and_cut_at_any_byte(tmp_path: Path, runs: Helper) 
         assert reference.begin(f"{PLAN} --json summary.json").code == 0
         expected = measured(reference.folder / "summary.json")
         assert expected[0]["scored"] == 4 and expected[0]["mean reward"] == 0.5
-        with ThreadPoolExecutor(6) as pool:
+        with ThreadPoolExecutor(12) as pool:
             trials = [folder_of(shared, tmp_path / f"seed{seed}") for seed in range(SEEDS)]
             outcomes = list(pool.map(kill_and_resume, trials, range(SEEDS), [expected] * SEEDS))
         assert not shared.deployment.alive
