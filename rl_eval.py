@@ -834,7 +834,7 @@ class Pace:
     def __init__(self, most: int, rate: float | None) -> None:
         self.most, self.allowed = most, float(most)
         self.gap, self.next_creation = (1.0 / rate if rate else 0.0), 0.0
-        self.inside, self.cut_at, self.refused = 0, -math.inf, 0
+        self.inside, self.cut_at = 0, -math.inf
         self.queue: list[asyncio.Future[None]] = []
 
     async def enter(self) -> None:
@@ -859,17 +859,16 @@ class Pace:
         self.next_creation = begin + self.gap
         await asyncio.sleep(begin - now)
 
-    async def step_back(self, error: ApiError, tries: int) -> None:
-        """There was no room: fewer from now on. Waits outside, and enters again."""
+    def cut(self, error: ApiError) -> None:
+        """There was no room: fewer from now on."""
         now = time.monotonic()
         if now - self.cut_at >= max(CUT_SECONDS, error.wait):
             self.allowed, self.cut_at = max(1.0, self.allowed * CUT), now
+
+    async def step_back(self, seconds: float) -> None:
+        """Wait outside, and enter again."""
         self.leave()
-        self.refused += 1
-        try:
-            await asyncio.sleep(pause_after(tries, error.wait))
-        finally:
-            self.refused -= 1
+        await asyncio.sleep(seconds)
         await self.enter()
 
     def accepted(self) -> None:
@@ -999,13 +998,16 @@ async def create(api: Api, attempt: Attempt, sweep: Sweep) -> None:
             give_up = math.inf if error.full else min(give_up, time.monotonic() + min(TROUBLE_SECONDS, sweep.timeout))
             if not error.transient or time.monotonic() > give_up:
                 raise
-            sweep.waiting(error)
+            pause = pause_after(tries, error.wait)
             if error.full:
+                sweep.pace.cut(error)
+                sweep.waiting(error)
                 attempt.inside = False
-                await sweep.pace.step_back(error, tries)
+                await sweep.pace.step_back(pause)
                 attempt.inside = True
             else:
-                await asyncio.sleep(pause_after(tries, error.wait))
+                sweep.waiting(error)
+                await asyncio.sleep(pause)
             tries += 1
     sweep.pace.accepted()
     sweep.waiting(None)
