@@ -1148,8 +1148,9 @@ async def grade_answer(api: Api, attempt: Attempt, result: Result) -> None:
     if artifact is None:
         result.reward = 0.0
         return result.note("no answer")
-    data = bytes(MAX_ANSWER_BYTES + 1)  # stands for an answer that is too large to be downloaded
-    if (artifact.get("size_bytes") or 0) <= MAX_ANSWER_BYTES:
+    if (artifact.get("size_bytes") or 0) > MAX_ANSWER_BYTES:  # by its own word: not downloaded
+        data = bytes(MAX_ANSWER_BYTES + 1)
+    else:
         data = await patiently(api.download, attempt.session_id, artifact["id"], MAX_ANSWER_BYTES)
     task = attempt.rollout.task
     result.reward, result.answer, reason = grade(task.expected, data, task.rules)
@@ -1267,7 +1268,7 @@ class Sweep:
         except OSError as error:
             self.fail(f"cannot write {self.journal and self.journal.path}: {error.strerror}")
         tokens = result.tokens
-        result.items, result.answer, result.usage_observed = [], None, None
+        result.items, result.answer, result.usage_observed, result.timings, result.resolved = [], None, None, {}, {}
         result.usage = None if tokens is None else {"total_tokens": tokens}
         self.book.add(result)
 
