@@ -479,3 +479,97 @@ def test_trouble_while_the_leftovers_are_looked_for(one: Trial) -> None:
     one.path.write_bytes(whole_lines(one.path)[0])
     one.deployment.script.refuse["list"] = [DOWN] * 2
     assert one.resume().code == 0 and one.deployment.calls["list"] == 3
+
+
+# --- Graded again ---------------------------------------------------------------------------------
+
+
+def test_regrade(tmp_path: Path, runs: Helper) -> None:
+    """G33: new rewards by the tasks as they are now; no request; the old file untouched; errors stay errors."""
+
+    def turn(session: Session) -> Json:
+        bad = session.body["metadata"]["sample"] == "3"
+        return failure("credit_balance_exhausted") if bad else {"status": "completed"}
+
+    with trial(tmp_path / "one", runs, Script(answer=by_place, turn=turn)) as one:
+        assert one.begin("--samples 4").code == 3
+        old, requests = one.path.read_bytes(), one.deployment.calls.total()
+        edit("expected.json", '{"x": 2}')(one)
+        again = one.start("--regrade OUT --out again.jsonl --json again.json")
+        assert again.wait() == 3 and "3 rewards of 4 changed" in again.err
+        assert one.path.read_bytes() == old and one.deployment.calls.total() == requests
+        before, after = (
+            {line["sample"]: line for line in map(json.loads, (one.folder / name).read_text().splitlines())}
+            for name in ("out.jsonl", "again.jsonl")
+        )
+        assert [after[n]["reward"] for n in range(4)] == [0.0, 1.0, 0.0, None]
+        assert {name: after[1][name] for name in ("rollout_id", "items", "usage", "answer")} == {
+            name: before[1][name] for name in ("rollout_id", "items", "usage", "answer")
+        }
+        assert after[1]["task_digest"] != before[1]["task_digest"]
+        assert json.loads((one.folder / "again.json").read_text())["rows"][0]["scored"] == 3
+        edit("expected.json", '{"x": 2, "y": 1}')(one)
+        edit("task.json", '{"grade": "fraction"}')(one)
+        third = one.start("--regrade again.jsonl --out third.jsonl --min-reward 0.1 --max-error-rate 0.25")
+        assert third.wait() == 0, third.err
+        rewards = [json.loads(line)["reward"] for line in (one.folder / "third.jsonl").read_text().splitlines()]
+        assert sorted(rewards, key=str) == [0.0, 0.0, 0.5, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [("--regrade OUT --out OUT", "File exists"), ("--regrade OUT --task t", "not among"), ("--regrade no", "no")],
+)
+def test_regrade_that_cannot_be(tmp_path: Path, runs: Helper, arguments: str, says: str) -> None:
+    with trial(tmp_path / "one", runs, tasks=("t", "u")) as one:
+        one.begin("")
+        old = one.path.read_bytes()
+        done = one.run(arguments)
+        assert done.code == 2 and says in done.err and one.path.read_bytes() == old
+        assert not (one.folder / "runs").exists()
+
+
+# --- Looking, and odd names -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--list", "--dry-run"])
+def test_looking_changes_nothing(one: Trial, option: str) -> None:
+    first = one.run(f"{option} --samples 3 --harness a --harness b --out OUT")
+    assert first.code == 0 and "6 rollouts would run" in first.out and "a · default: 3 rollouts" in first.out
+    assert ("| t " in first.out) == (option == "--list") and not one.path.exists()
+    one.begin("--samples 3")
+    torn = whole_lines(one.path)[0] + b'{"torn'
+    one.path.write_bytes(torn)
+    second = one.start(f"--resume OUT {option}")
+    assert second.wait() == 0 and "2 rollouts would run" in second.out and one.path.read_bytes() == torn
+    assert one.deployment.calls["create"] == 3
+
+
+NAMES = ["two words", "ünïcode-日本", "a.b", "..c", "-d", "x" * 128, "'quoted' $(id) `id`", "|&<>"]
+
+
+def test_odd_task_names_work_end_to_end(tmp_path: Path, runs: Helper) -> None:
+    """R17."""
+    names = [name for name in NAMES if not name.startswith(".")]
+    with trial(tmp_path / "one", runs, tasks=names) as one:
+        done = one.begin("--concurrency 8 --junit j.xml --json j.json")
+        assert done.code == 0 and {line["task"] for line in done.lines} == set(names)
+        assert one.resume().code == 0 and one.run("--list").code == 0
+        assert sorted(path.name for path in one.folder.iterdir() if path.suffix in (".jsonl", ".json", ".xml")) == [
+            "j.json",
+            "j.xml",
+            "out.jsonl",
+        ]
+
+
+def test_task_whose_file_vanishes_is_an_error_of_its_own(tmp_path: Path, runs: Helper) -> None:
+    """G32: trouble with one task leaves the others alone."""
+
+    def answer(session: Session) -> bytes:
+        (tmp_path / "one" / "tasks" / "b" / "files" / "sub" / "data.bin").unlink(missing_ok=True)
+        return b'{"x": 1}'
+
+    with trial(tmp_path / "one", runs, Script(answer=answer), tasks=("a", "b", "c")) as one:
+        done = one.begin("--concurrency 1 --retries 0")
+        found = {line["task"]: (line["status"], line["reward"]) for line in done.lines}
+        assert found == {"a": ("completed", 1.0), "b": ("error", None), "c": ("completed", 1.0)} and done.code == 3
