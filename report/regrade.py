@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_eval import Book, Json, Refused, compare, new_run_id, open_journal, plain, read_lines, report, say
+from report.summary import report
+from rl_eval import Book, Json, Refused, compare, new_run_id, open_journal, plain, read_lines, say
 
 if TYPE_CHECKING:
     from rl_eval import Task

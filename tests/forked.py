@@ -145,11 +145,10 @@ def main() -> None:
     import tenacity  # noqa: F401
 
     import core.embedded  # noqa: F401
-    import report.ci
     import report.plan
     import report.progress
     import report.regrade
-    import report.table  # noqa: F401
+    import report.summary  # noqa: F401
     import rl_eval
 
     openai = rl_eval.load_client()
