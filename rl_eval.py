@@ -1001,16 +1001,15 @@ async def create(api: Api, attempt: Attempt, sweep: Sweep) -> None:
             pause = pause_after(tries, error.wait)
             if error.full:
                 sweep.pace.cut(error)
-                sweep.waiting(error)
+                sweep.waiting(error, pause)
                 attempt.inside = False
                 await sweep.pace.step_back(pause)
                 attempt.inside = True
             else:
-                sweep.waiting(error)
+                sweep.waiting(error, pause)
                 await asyncio.sleep(pause)
             tries += 1
     sweep.pace.accepted()
-    sweep.waiting(None)
     attempt.session_id = attempt.session["id"]
     network = at(attempt.session, "environment", "network")
     if at(network, "access") != "disabled" or at(network, "allowed_domains"):
@@ -1026,12 +1025,11 @@ async def reach_end(api: Api, attempt: Attempt, sweep: Sweep) -> None:
         pause, polls = min(pause * POLL_GROWTH, LAST_POLL), polls + 1
         try:
             await look(api, attempt, with_session=polls % 3 == 0)
-            sweep.waiting(None)
         except ApiError as error:
             if not error.transient:
                 raise
-            sweep.waiting(error)
             pause = max(pause, error.wait)
+            sweep.waiting(error, pause)
 
 
 async def create_once(api: Api, attempt: Attempt, body: Json, sweep: Sweep) -> Json:
@@ -1272,8 +1270,8 @@ class Sweep:
         result.usage = None if tokens is None else {"total_tokens": tokens}
         self.book.add(result)
 
-    def waiting(self, error: ApiError | None) -> None:
-        self.progress.waiting(str(error) if error else None)
+    def waiting(self, error: ApiError, seconds: float) -> None:
+        self.progress.waiting(str(error), seconds)
 
     def out_of_tokens(self) -> bool:
         """Whether the run's tokens are used up; then no more rollouts start."""

@@ -53,12 +53,12 @@ def test_no_room_lowers_the_number_and_trouble_does_not(tmp_path: Path, runs: He
         began.append(time.monotonic())
         seconds = began[-1] - began[0]
         full = (429, {"code": "rate_limit_exceeded", "message": "full"}, {"Retry-After": "1"})
-        return full if seconds < 2.5 and operation == "create" else DOWN if 2.5 <= seconds < 5 else None
+        return full if seconds < 1.5 and operation == "create" else DOWN if 1.5 <= seconds < 3 else None
 
     with trial(tmp_path / "one", runs) as one:
         one.deployment.outage = outage
-        done = one.begin("--samples 80 --concurrency 8")
-        assert done.code == 0 and len(done.lines) == len(final(done.lines)) == 80
+        done = one.begin("--samples 50 --concurrency 8")
+        assert done.code == 0 and len(done.lines) == len(final(done.lines)) == 50
         waits = [line for line in done.err.splitlines() if "waiting" in line]
         assert waits and "429" in waits[0] and "of 6 in flight" in waits[0]
         assert one.deployment.most_in_flight == 8  # it grew back to what was asked for
@@ -229,7 +229,7 @@ HOSTILE: list[Json] = [
 
 @pytest.mark.parametrize("turn", HOSTILE, ids=str)
 def test_turn_of_odd_types_breaks_nothing(tmp_path: Path, runs: Helper, turn: Json) -> None:
-    with trial(tmp_path / "one", runs, Script(turn=turn, usage=None)) as one:
+    with trial(tmp_path / "one", runs, Script(turn=turn)) as one:
         done = one.begin("--retries 0 --timeout 1.5")
         assert done.code in (0, 3) and len(done.lines) == 1 and not one.deployment.alive
         assert one.resume("--retries 0").code in (0, 3)

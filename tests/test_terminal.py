@@ -25,7 +25,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_deployment import Deployment, Script, serving
-from test_script import FOREVER, FULL, command, environment, failure, write_tasks
+from test_script import FOREVER, command, environment, failure, write_tasks
 
 CURSOR = "\x1b[2K"  # rich erases its line with it
 
@@ -103,8 +103,9 @@ def test_progress_is_drawn_and_then_gone(tmp_path: Path) -> None:
 
 def test_wait_is_shown(tmp_path: Path) -> None:
     """T13."""
-    with shown(tmp_path, Script(refuse={"create": [FULL] * 2}), "") as (screen, _):
-        screen.wait_for(r"waiting: HTTP 429 rate_limit_exceeded: full")
+    with shown(tmp_path, Script(), "--samples 4 --concurrency 2") as (screen, deployment):
+        deployment.capacity, deployment.script.turn_seconds = 1, 1.0  # one always waits while the other is polled
+        screen.wait_for(r"1 running.* · waiting: HTTP 429 rate_limit_exceeded: full")
         assert screen.end() == 0
 
 
