@@ -103,6 +103,7 @@ START_SECONDS = 60.0
 USAGE_PAUSES = (0.5, 1.0, 2.0, 4.0)  # some deployments fill usage in seconds after the turn
 FIRST_RETRY, LAST_RETRY = 0.5, 60.0  # between attempts, doubled each time
 CUT, CUT_SECONDS = 0.8, 5.0  # a deployment without room: of the number in flight, once in these seconds
+CALM_SECONDS = 10.0  # without a refusal: the number grows faster
 
 # --- Words (no dataclasses: importing them costs --help 20 ms) -------------------------------------------
 
@@ -150,6 +151,16 @@ class Rollout(NamedTuple):
     input: str
 
 
+def at(value: Any, *names: str) -> Any:
+    """A member of a member of what was read: None where there is none, whatever stands there instead."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+PLACE = ("rollout_id", "task", "harness", "model", "sample")
+
+
 class Result:
     """What became of an attempt at a rollout: one line of the output, its members in this order."""
 
@@ -179,10 +190,10 @@ class Result:
     @property
     def tokens(self) -> int | None:
         """Input and output, or what was seen of them when the sum is not known; None: nothing was."""
-        counted = self.usage or self.usage_observed or {}
-        total = counted.get("total_tokens")
-        parts = [counted.get("input_tokens"), counted.get("output_tokens")]
-        known = [n for n in ([total] if total is not None else parts) if isinstance(n, int)]
+        total, *parts = (
+            at(self.usage or self.usage_observed, f"{kind}_tokens") for kind in ("total", "input", "output")
+        )
+        known = [n for n in (parts if total is None else [total]) if type(n) is int and n >= 0]
         return sum(known) if known else None
 
     def note(self, message: str) -> None:
@@ -511,6 +522,19 @@ def to_line(result: Result) -> bytes:
     return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
 
 
+NEEDED: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("run_id", "rollout_id", "group_id", "task", "harness", "model", "status"), (str,)),
+    **dict.fromkeys(("sample", "attempt"), (int,)),
+    "reward": (int, float, type(None)),
+}
+MEMBERS: dict[str, tuple[type, ...]] = {
+    **NEEDED,
+    **dict.fromkeys(("usage", "usage_observed", "failure"), (dict, type(None))),
+    **dict.fromkeys(("options", "timings", "resolved", "deployment"), (dict,)),
+    **{"duration_s": (int, float), "error": (str, type(None)), "task_digest": (str,)},
+}
+
+
 def read_lines(file: BinaryIO) -> Iterator[tuple[int, int, Json | None]]:
     """Yield number, end in bytes and record of each line that is not blank; None for what is no record of a rollout."""
     end = 0
@@ -518,14 +542,16 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[int, int, Json | None]]:
         end += len(line)
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        texts = ("run_id", "rollout_id", "group_id", "task", "harness", "model", "status")
-        good = isinstance(record, dict) and all(isinstance(record.get(name), str) for name in texts)
-        good = good and all(type(record.get(name)) is int for name in ("sample", "attempt")) and "reward" in record
-        yield number, end, record if good else None
+        record = None
+        with contextlib.suppress(ValueError):
+            record = parse_strictly(line)
+        yield number, end, record if is_record(record) else None
+
+
+def is_record(value: Any) -> bool:
+    """Whether a line holds what is read of an attempt, each member of its type."""
+    whole = isinstance(value, dict) and set(NEEDED) <= set(value)
+    return whole and all(type(value[name]) in kinds for name, kinds in MEMBERS.items() if name in value)
 
 
 class Book:
@@ -536,6 +562,8 @@ class Book:
 
     def __init__(self) -> None:
         self.attempts: dict[str, dict[int, Result]] = {}
+        self.latest: Result | None = None
+        self.tokens = 0  # all that are known to be used, failed attempts included
         self.problems: list[str] = []
         self.whole, self.unended = 0, False  # bytes of the file without a torn last line; its last line has no end
 
@@ -547,7 +575,7 @@ class Book:
                 self.add_record(record)
                 self.unended = file_ended
             elif file_ended:
-                self.problems.append(f"line {number} is torn: cut off, its rollout runs again")
+                self.problems.append(f"line {number} is torn: it is cut off, its rollout runs again")
                 return
             else:
                 self.problems.append(f"line {number} is no record of a rollout: left alone")
@@ -555,11 +583,17 @@ class Book:
         self.whole = size
 
     def add_record(self, record: Json) -> None:
-        self.add(Result(**{**record, "items": [], "answer": None}))
+        result = Result(*(record[name] for name in PLACE))
+        known = {name: record[name] for name in vars(result) if name in record and name not in ("items", "answer")}
+        vars(result).update(known)
+        self.add(result)
 
     def add(self, result: Result) -> None:
         """A line that is there twice changes nothing."""
-        self.attempts.setdefault(result.rollout_id, {}).setdefault(result.attempt, result)
+        found = self.attempts.setdefault(result.rollout_id, {})
+        if result.attempt not in found:
+            found[result.attempt] = self.latest = result
+            self.tokens += result.tokens or 0
 
     def outcome(self, rollout_id: str) -> Result | None:
         """The attempt that settled the rollout, else the latest."""
@@ -575,7 +609,7 @@ class Book:
     def agent_failures(self, rollout_id: str) -> int:
         """How many attempts ended in a failure that an agent can cause."""
         found = self.attempts.get(rollout_id, {}).values()
-        return sum((r.failure or {}).get("reason") in AGENT_REASONS for r in found)
+        return sum(at(r.failure, "reason") in AGENT_REASONS for r in found)
 
     @property
     def every(self) -> list[Result]:
@@ -585,14 +619,9 @@ class Book:
     def outcomes(self) -> list[Result]:
         return [found for name in self.attempts if (found := self.outcome(name)) is not None]
 
-    @property
-    def tokens(self) -> int:
-        """All that is known to be used, failed attempts included."""
-        return sum(result.tokens or 0 for result in self.every)
-
 
 def differences(book: Book, options: Json, tasks: list[Task]) -> list[str]:
-    """What differs between the runs in the book and this one, in words."""
+    """What differs between the run in the book and this one, in words, and was not forced before."""
     digests, found = {task.id: task.digest for task in tasks}, []
     for result in book.every:
         for name in sorted({*result.options, *options} - {"forced"}):
@@ -600,9 +629,16 @@ def differences(book: Book, options: Json, tasks: list[Task]) -> list[str]:
             if then != now:
                 found.append(f"{name.replace('_', ' ')}: {json.dumps(then)} then, {json.dumps(now)} now")
         if digests.get(result.task) != result.task_digest:
-            change = "has changed" if result.task in digests else "is not among the tasks"
+            now = digests.get(result.task)
+            change = f"has changed (digest {result.task_digest} then, {now} now)" if now else "is not among the tasks"
             found.append(f"task {result.task} {change}")
-    return list(dict.fromkeys(found))
+    return [line for line in dict.fromkeys(found) if line not in forced_before(book)]
+
+
+def forced_before(book: Book) -> list[str]:
+    """The differences that an earlier --force went over; every line since then holds them."""
+    forced = book.latest and book.latest.options.get("forced")
+    return forced if isinstance(forced, list) else []
 
 
 class Journal:
@@ -657,13 +693,11 @@ class Journal:
 class ApiError(Exception):
     """A request that was refused, or that got no answer (`status` None) or a useless one (200)."""
 
-    def __init__(
-        self, message: str, status: int | None = None, wait: float = 0.0, sent: bool = True, full: bool = False
-    ) -> None:
+    def __init__(self, message: str, status: int | None = None, wait: float = 0.0, sent: bool = True) -> None:
         super().__init__(message)
         self.status, self.wait, self.sent = status, wait, sent  # wait: seconds that the server asked for
         self.transient = status is None or status in (408, 429) or status >= 500
-        self.full = full  # there is no room; it is to be waited for
+        self.code, self.full = "", status == 429  # full: there is no room; it is to be waited for
 
 
 def api_error(error: Any) -> ApiError:
@@ -674,12 +708,18 @@ def api_error(error: Any) -> ApiError:
     if status is None:
         sent = type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout")
         return ApiError(f"no answer: {error or type(error).__name__}", sent=sent)
-    body = body if isinstance(body, dict) else {}
-    message = f"HTTP {status} {body.get('code') or ''}: {str(body.get('message') or error)[:1000]}"
+    code = str(at(body, "code") or "")
+    message = f"HTTP {status} {code}: {str(at(body, 'message') or error)[:1000]}"
     wait = error.response.headers.get("retry-after", "")
-    full = status == 429 or (status == 503 and (body.get("code") == "execution_unavailable" or bool(wait)))
     seconds = min(float(wait), 120.0) if wait.isdecimal() else 0.0
-    return ApiError(message.replace(" :", ":"), status, seconds, full=full)
+    told = ApiError(message.replace(" :", ":"), status, seconds)
+    told.code, told.full = code, status == 429 or (status == 503 and (code == "execution_unavailable" or bool(wait)))
+    return told
+
+
+def place_of(session: Json) -> tuple[Any, Any]:
+    """Rollout and attempt that a session was made for."""
+    return at(session, "metadata", "rollout_id"), at(session, "metadata", "attempt")
 
 
 class Api:
@@ -690,7 +730,10 @@ class Api:
     """
 
     def __init__(self, client: Any, deployment: Json) -> None:
-        self.client, sessions, self.deployment = client, client.beta.agents.sessions, deployment
+        from openai.resources.beta.agents.sessions import AsyncSessions
+
+        # As client.beta.agents.sessions, which would import all of beta first: half a second.
+        self.client, sessions, self.deployment = client, AsyncSessions(client), deployment
         self.sessions, self.events = sessions.with_raw_response, sessions.events.with_raw_response
         self.turns, self.items = sessions.turns.with_raw_response, sessions.items.with_raw_response
         self.artifacts = sessions.artifacts.with_raw_response
@@ -720,7 +763,7 @@ class Api:
                 found.append(element)
                 if until and until(element):
                     return found
-            cursor = (page.get("data") or [{}])[-1].get("id") or page.get("last_id")
+            cursor = at((page.get("data") or [None])[-1], "id") or page.get("last_id")
             if not page.get("has_more") or cursor in (None, after.get("after")):
                 return found
             after = {"after": cursor}
@@ -734,8 +777,7 @@ class Api:
         """By metadata, in the unfiltered list: a deployment's filtered lists may lag behind."""
 
         def ours(session: Json) -> bool:
-            metadata = session.get("metadata") or {}
-            return (metadata.get("rollout_id"), metadata.get("attempt")) == (rollout_id, str(number))
+            return place_of(session) == (rollout_id, str(number))
 
         return await self.newest(ours, self.sessions.list)
 
@@ -743,7 +785,7 @@ class Api:
         """What is left of a run on the deployment."""
         filtered = partial(self.sessions.list, extra_query={"metadata[run_id]": run_id})
         found = await patiently(self.list, filtered)
-        return [session for session in found if (session.get("metadata") or {}).get("run_id") == run_id]
+        return [session for session in found if at(session, "metadata", "run_id") == run_id]
 
     async def cancel(self, session_id: str) -> None:
         await self.send(self.events.create, session_id, events=[{"type": "agent.session.input.cancel"}])
@@ -782,16 +824,17 @@ async def patiently(request: Callable[..., Awaitable[T]], *args: Any) -> T:
 
 
 class Pace:
-    """How many rollouts may be in flight, and how soon the next may be created.
+    """How many rollouts may be in flight, and how soon the next create request may be sent.
 
     The number is cut when the deployment says that it has no room, at most once in a while, and grows back by one for
-    as many creations as it allows. Who is refused steps back, so that the number holds for all.
+    as many creations as it allows; after a time without refusals, by one for each. Who is refused steps back, so that
+    the number holds for all.
     """
 
     def __init__(self, most: int, rate: float | None) -> None:
         self.most, self.allowed = most, float(most)
         self.gap, self.next_creation = (1.0 / rate if rate else 0.0), 0.0
-        self.inside, self.cut_at, self.refused = 0, -math.inf, 0
+        self.inside, self.cut_at = 0, -math.inf
         self.queue: list[asyncio.Future[None]] = []
 
     async def enter(self) -> None:
@@ -799,13 +842,6 @@ class Pace:
             self.queue.append(turn := asyncio.get_running_loop().create_future())
             await turn
         self.inside += 1
-        try:
-            now = time.monotonic()
-            self.next_creation = max(now, self.next_creation) + self.gap
-            await asyncio.sleep(self.next_creation - self.gap - now)
-        except asyncio.CancelledError:
-            self.leave()
-            raise
 
     def leave(self) -> None:
         self.inside -= 1
@@ -816,21 +852,28 @@ class Pace:
             if not (turn := self.queue.pop(0)).done():
                 turn.set_result(None)
 
-    async def step_back(self, error: ApiError, tries: int) -> None:
-        """There was no room: fewer from now on. Waits outside, and enters again."""
+    async def creation(self) -> None:
+        """Wait until the next create request may be sent; also one that is sent again counts."""
+        now = time.monotonic()
+        begin = max(now, self.next_creation)
+        self.next_creation = begin + self.gap
+        await asyncio.sleep(begin - now)
+
+    def cut(self, error: ApiError) -> None:
+        """There was no room: fewer from now on."""
         now = time.monotonic()
         if now - self.cut_at >= max(CUT_SECONDS, error.wait):
             self.allowed, self.cut_at = max(1.0, self.allowed * CUT), now
+
+    async def step_back(self, seconds: float) -> None:
+        """Wait outside, and enter again."""
         self.leave()
-        self.refused += 1
-        try:
-            await asyncio.sleep(pause_after(tries, error.wait))
-        finally:
-            self.refused -= 1
+        await asyncio.sleep(seconds)
         await self.enter()
 
     def accepted(self) -> None:
-        self.allowed = min(float(self.most), self.allowed + 1 / self.allowed)
+        calm = time.monotonic() - self.cut_at > CALM_SECONDS
+        self.allowed = min(float(self.most), self.allowed + (1.0 if calm else 1 / self.allowed))
         self.wake()
 
 
@@ -841,6 +884,9 @@ def pause_after(tries: int, asked: float = 0.0) -> float:
 
 
 # --- One rollout ----------------------------------------------------------------------------------------
+
+
+MARKS = ("started", "ended", "settled", "graded")  # each ends a phase
 
 
 class Attempt:
@@ -868,16 +914,11 @@ class Attempt:
 
     def timings(self) -> dict[str, float | None]:
         """Seconds per phase, None for one that was not reached. Preparing is told by some deployments alone."""
-        told: Any = ((self.turn.get("x_agents_core") or {}).get("timings") or {}).get("preparing_s")
+        told = at(self.turn, "x_agents_core", "timings", "preparing_s")
         preparing = float(told) if is_number(told) else None
         found: dict[str, float | None] = {"queued": None, "preparing": preparing}
         last = self.began
-        for phase, mark in (
-            ("queued", "started"),
-            ("running", "ended"),
-            ("settling", "settled"),
-            ("grading", "graded"),
-        ):
+        for phase, mark in zip(("queued", "running", "settling", "grading"), MARKS, strict=True):
             found[phase] = round(self.marks[mark] - last, 3) if mark in self.marks else None
             last = self.marks.get(mark, last)
         if found["queued"] is not None and preparing is not None:
@@ -899,7 +940,7 @@ async def run_attempt(rollout: Rollout, number: int, api: Api, sweep: Sweep) -> 
     try:
         await create(api, attempt, sweep)
         try:
-            await asyncio.wait_for(reach_end(api, attempt), attempt.began + timeout - time.monotonic())
+            await asyncio.wait_for(reach_end(api, attempt, sweep), attempt.began + timeout - time.monotonic())
         except asyncio.TimeoutError:
             cancelled = await stop_turn(api, attempt)
         attempt.mark("settled")
@@ -925,14 +966,14 @@ async def run_attempt(rollout: Rollout, number: int, api: Api, sweep: Sweep) -> 
         if attempt.inside:
             sweep.pace.leave()
         result.session_id, result.turn_id = attempt.session_id or None, attempt.turn.get("id")
+        result.attempt = attempt.number
         result.final = result.reward is not None
     return result
 
 
 def resolved(session: Json) -> Json:
     """Harness and model as the session reads them; null where a deployment does not tell."""
-    agent = session.get("agent") or {}
-    return {"harness": (agent.get("x_agents_core") or {}).get("harness"), "model": agent.get("model")}
+    return {"harness": at(session, "agent", "x_agents_core", "harness"), "model": at(session, "agent", "model")}
 
 
 async def create(api: Api, attempt: Attempt, sweep: Sweep) -> None:
@@ -946,29 +987,37 @@ async def create(api: Api, attempt: Attempt, sweep: Sweep) -> None:
     attempt.inside, tries, give_up = True, 0, math.inf
     while not attempt.session:
         try:
+            await sweep.pace.creation()
             attempt.session = await create_once(api, attempt, body, sweep)
         except ApiError as error:
+            if error.status == 409 and error.code == "idempotency_conflict":
+                # A process that was killed made this attempt, and its line is lost: this is the next one.
+                attempt.number, attempt.doubtful = attempt.number + 1, False
+                body = session_body(attempt.rollout, attempt.number, sweep.endpoint, files)
+                continue
             give_up = math.inf if error.full else min(give_up, time.monotonic() + min(TROUBLE_SECONDS, sweep.timeout))
             if not error.transient or time.monotonic() > give_up:
                 raise
-            sweep.waiting(error)
+            pause = pause_after(tries, error.wait)
             if error.full:
+                sweep.pace.cut(error)
+                sweep.waiting(error, pause)
                 attempt.inside = False
-                await sweep.pace.step_back(error, tries)
+                await sweep.pace.step_back(pause)
                 attempt.inside = True
             else:
-                await asyncio.sleep(pause_after(tries, error.wait))
+                sweep.waiting(error, pause)
+                await asyncio.sleep(pause)
             tries += 1
     sweep.pace.accepted()
-    sweep.waiting(None)
     attempt.session_id = attempt.session["id"]
-    network = (attempt.session.get("environment") or {}).get("network") or {}
-    if network.get("access") != "disabled" or network.get("allowed_domains"):
+    network = at(attempt.session, "environment", "network")
+    if at(network, "access") != "disabled" or at(network, "allowed_domains"):
         sweep.halt(reason := f"the deployment does not confirm that network access is disabled: {network}")
         raise ApiError(reason, 200)
 
 
-async def reach_end(api: Api, attempt: Attempt) -> None:
+async def reach_end(api: Api, attempt: Attempt, sweep: Sweep) -> None:
     """Poll until the session's turn has ended, or it failed without one."""
     pause, polls = FIRST_POLL, 0
     while not attempt.ended:
@@ -980,6 +1029,7 @@ async def reach_end(api: Api, attempt: Attempt) -> None:
             if not error.transient:
                 raise
             pause = max(pause, error.wait)
+            sweep.waiting(error, pause)
 
 
 async def create_once(api: Api, attempt: Attempt, body: Json, sweep: Sweep) -> Json:
@@ -988,13 +1038,13 @@ async def create_once(api: Api, attempt: Attempt, body: Json, sweep: Sweep) -> J
         return session  # of a process that was killed
     if attempt.doubtful and (session := await api.find_session(attempt.rollout.id, attempt.number)):
         return session
-    attempt.doubtful, attempt.began = True, time.monotonic()
+    before, attempt.doubtful, attempt.began = attempt.doubtful, True, time.monotonic()
     attempt.creating = asyncio.ensure_future(api.send(api.sessions.create, **body))
     try:
         return await asyncio.shield(attempt.creating)
     except ApiError as error:
         # A refusal made nothing. After anything else only the list of sessions can tell.
-        attempt.doubtful = error.sent and (error.status is None or error.status >= 500)
+        attempt.doubtful = before or (error.sent and (error.status is None or error.status >= 500))
         attempt.trouble = error
         raise
 
@@ -1002,7 +1052,7 @@ async def create_once(api: Api, attempt: Attempt, body: Json, sweep: Sweep) -> J
 async def look(api: Api, attempt: Attempt, with_session: bool) -> None:
     """Read the root turn; while there is none, now and then the session: it may have failed."""
     try:
-        turn = await api.newest(lambda t: t.get("subagent_id") is None, api.turns.list, attempt.session_id)
+        turn = await api.newest(lambda t: at(t, "subagent_id") is None, api.turns.list, attempt.session_id)
         if turn is None and with_session:
             session = await api.send(api.sessions.retrieve, attempt.session_id)
             if session.get("status") == "failed":
@@ -1048,10 +1098,9 @@ def judge(result: Result, attempt: Attempt, timeout: float | None, agent_failure
     status, kind = attempt.turn.get("status"), failure_class(attempt.turn)
     if status == "failed":
         result.note(f"turn failed: {message_of(attempt.turn)}")
-        told = (attempt.turn.get("x_agents_core") or {}).get("failure") or {}
-        code = (attempt.turn.get("error") or {}).get("code")
-        result.failure = {"code": code, "class": kind or None, "reason": told.get("reason")}
-        if told.get("reason") in AGENT_REASONS and agent_failures:
+        code, reason = at(attempt.turn, "error", "code"), at(attempt.turn, "x_agents_core", "failure", "reason")
+        result.failure = {"code": code, "class": kind or None, "reason": reason}
+        if reason in AGENT_REASONS and agent_failures:
             result.note("an earlier attempt ended like this: it counts as the policy's own doing")
             kind = "model"
     if timeout is not None:
@@ -1076,9 +1125,9 @@ def judge(result: Result, attempt: Attempt, timeout: float | None, agent_failure
 
 def failure_class(turn: Json) -> str:
     """The class of a turn's failure, or "". Without one a bare internal_error measured nothing."""
-    if named := ((turn.get("x_agents_core") or {}).get("failure") or {}).get("class"):
+    if named := at(turn, "x_agents_core", "failure", "class"):
         return str(named)
-    return "model" if (turn.get("error") or {}).get("code") in POLICY_CODES else ""
+    return "model" if at(turn, "error", "code") in POLICY_CODES else ""
 
 
 def message_of(resource: Json) -> str:
@@ -1091,14 +1140,15 @@ async def grade_answer(api: Api, attempt: Attempt, result: Result) -> None:
     """Find, download and grade the answer that the completed turn left."""
 
     def wanted(artifact: Json) -> bool:
-        return artifact.get("turn_id") == attempt.turn.get("id") and artifact.get("path") == ANSWER_PATH
+        return (at(artifact, "turn_id"), at(artifact, "path")) == (attempt.turn.get("id"), ANSWER_PATH)
 
     artifact = await patiently(api.newest, wanted, api.artifacts.list, attempt.session_id)
     if artifact is None:
         result.reward = 0.0
         return result.note("no answer")
-    data = bytes(MAX_ANSWER_BYTES + 1)  # stands for an answer that is too large to be downloaded
-    if (artifact.get("size_bytes") or 0) <= MAX_ANSWER_BYTES:
+    if (artifact.get("size_bytes") or 0) > MAX_ANSWER_BYTES:  # by its own word: not downloaded
+        data = bytes(MAX_ANSWER_BYTES + 1)
+    else:
         data = await patiently(api.download, attempt.session_id, artifact["id"], MAX_ANSWER_BYTES)
     task = attempt.rollout.task
     result.reward, result.answer, reason = grade(task.expected, data, task.rules)
@@ -1110,7 +1160,7 @@ async def read_record(api: Api, attempt: Attempt, result: Result) -> None:
     """Read the items and the usage; wait for a deployment that fills in usage late."""
     turn, session_id = attempt.turn, attempt.session_id
     # `usage_source` says that the figure, or its absence, is final; a shell script calls no model.
-    final = "usage_source" in (turn.get("x_agents_core") or {}) or attempt.rollout.pair.harness == "shell"
+    final = at(turn, "x_agents_core", "usage_source") is not None or attempt.rollout.pair.harness == "shell"
     try:
         if session_id:
             result.items = await patiently(partial(api.list, api.items.list, session_id, order="asc"))
@@ -1119,8 +1169,8 @@ async def read_record(api: Api, attempt: Attempt, result: Result) -> None:
                 break
             await asyncio.sleep(pause)
             turn = await patiently(partial(api.send, api.turns.retrieve, turn["id"], session_id=session_id))
-        result.usage = turn.get("usage")
-        result.usage_observed = (turn.get("x_agents_core") or {}).get("usage_observed")
+        used = turn.get("usage"), at(turn, "x_agents_core", "usage_observed")
+        result.usage, result.usage_observed = (value if isinstance(value, dict) else None for value in used)
     except ApiError as error:
         # What is graded stays graded: no agent can undo a loss by items that cannot be read.
         result.note(f"items or usage could not be read: {error}")
@@ -1175,7 +1225,7 @@ class Sweep:
         self.left: dict[tuple[str, str], Json] = {}  # sessions of a killed process, by rollout and attempt
         self.progress: Any = None
         self.failure: str | None = None
-        self.halted, self.spent, self.signals = False, False, 0
+        self.halted, self.signals = False, 0
         self.tasks: list[asyncio.Future[Any]] = []
         self.cleanups: set[asyncio.Future[Any]] = set()
 
@@ -1187,8 +1237,6 @@ class Sweep:
 
         async def worker() -> None:
             for rollout in waiting:
-                if self.out_of_tokens() or self.halted:
-                    return
                 await self.run_rollout(rollout, api)
 
         workers = [self.interruptible(worker()) for _ in range(min(self.pace.most, len(owed)))]
@@ -1200,36 +1248,37 @@ class Sweep:
     async def run_rollout(self, rollout: Rollout, api: Api) -> None:
         """Make attempts until one settles the rollout, or no more are due."""
         for tries in range(self.retries + 1):
-            number = self.book.next_attempt(rollout.id)
-            result = await run_attempt(rollout, number, api, self)
-            again = tries < self.retries and worth_retrying(result) and not self.halted
-            self.finish(result, again)
-            if not again or self.out_of_tokens():
+            if self.halted or self.out_of_tokens():
+                return
+            result = await run_attempt(rollout, self.book.next_attempt(rollout.id), api, self)
+            self.record(result)
+            again = tries < self.retries and worth_retrying(result) and not (self.halted or self.out_of_tokens())
+            self.progress.done(result, again)
+            if not again:
                 return
             await asyncio.sleep(pause_after(tries))
 
-    def finish(self, result: Result, again: bool) -> None:
-        """Write and report an attempt, and keep what the table needs: memory must not grow with items."""
+    def record(self, result: Result) -> None:
+        """Write an attempt, and keep what the table needs: memory must not grow with items."""
         try:
             if self.journal is not None:
                 self.journal.append(to_line(result))
         except OSError as error:
             self.fail(f"cannot write {self.journal and self.journal.path}: {error.strerror}")
         tokens = result.tokens
-        result.items, result.answer, result.usage_observed = [], None, None
+        result.items, result.answer, result.usage_observed, result.timings, result.resolved = [], None, None, {}, {}
         result.usage = None if tokens is None else {"total_tokens": tokens}
         self.book.add(result)
-        self.progress.done(result, again)
 
-    def waiting(self, error: ApiError | None) -> None:
-        self.progress.waiting(str(error) if error else None)
+    def waiting(self, error: ApiError, seconds: float) -> None:
+        self.progress.waiting(str(error), seconds)
 
     def out_of_tokens(self) -> bool:
         """Whether the run's tokens are used up; then no more rollouts start."""
-        if self.max_tokens is not None and self.book.tokens >= self.max_tokens and not self.halted:
-            self.spent = True
+        spent = self.max_tokens is not None and self.book.tokens >= self.max_tokens
+        if spent:
             self.halt(f"{self.book.tokens} tokens are used, --max-tokens allows {self.max_tokens}")
-        return self.spent
+        return spent
 
     def interruptible(self, work: Any) -> asyncio.Future[Any]:
         """Start work that an interruption cancels."""
@@ -1277,8 +1326,7 @@ class Sweep:
 
 def worth_retrying(result: Result) -> bool:
     """Whether another attempt may measure what this one did not."""
-    failure = result.failure or {}
-    lasting = failure.get("reason") == "not_created" or failure.get("code") in LASTING_CODES
+    lasting = at(result.failure, "reason") == "not_created" or at(result.failure, "code") in LASTING_CODES
     return result.status == "error" and result.reward is None and not lasting
 
 
@@ -1286,10 +1334,12 @@ def worth_retrying(result: Result) -> bool:
 
 
 def load_client() -> Any:
-    """Import the client with the part that is used: one to two seconds, once."""
+    """Import the client with the parts that are used: one to two seconds, once."""
     import openai
-    import openai.resources.beta.agents.sessions
+    from openai.resources.beta.agents import sessions
 
+    for name in ("events", "turns", "items", "artifacts"):
+        importlib.import_module(f"{sessions.__name__}.{name}")
     return openai
 
 
@@ -1356,9 +1406,9 @@ async def run(plan: list[Rollout], sweep: Sweep, embed: bool) -> None:
 async def find_left(plan: list[Rollout], api: Api, sweep: Sweep) -> None:
     """Find the sessions that a killed process left. One whose attempt is due is gone on with, others are deleted."""
     due = {(r.id, str(sweep.book.next_attempt(r.id))) for r in plan if sweep.book.owes(r)}
+    due = set() if "forced" in sweep.options else due  # one of another task or model is no session of this rollout
     for session in await api.sessions_of(plan[0].run_id):
-        metadata = session["metadata"]
-        if (key := (metadata.get("rollout_id"), metadata.get("attempt"))) in due and key not in sweep.left:
+        if (key := place_of(session)) in due and key not in sweep.left:
             sweep.left[key] = session
         else:
             await patiently(delete_once, api, session["id"], True)
@@ -1471,11 +1521,9 @@ RECORDED = ("harness", "model", "task", "samples", "timeout", "model_base_url", 
 def recall_options(o: argparse.Namespace, recorded: Json) -> None:
     """Fill in what the command line leaves open: as the run was started, else the defaults."""
     for name in RECORDED:
-        if getattr(o, name) in (None, []):
-            then = recorded.get(name)
-            setattr(
-                o, name, getattr(o, name) if (found := DEFAULTS.get(name) if then is None else then) is None else found
-            )
+        known = [value for value in (recorded.get(name), DEFAULTS.get(name)) if value is not None]
+        if getattr(o, name) in (None, []) and known:
+            setattr(o, name, known[0])
 
 
 def refuse_first(problems: Iterable[tuple[Any, str]]) -> None:
@@ -1500,6 +1548,8 @@ def check_options(o: argparse.Namespace, embedded: bool) -> None:
         ((o.regrade or o.reap) and (chosen or o.resume), "--regrade and --reap run nothing: see --help"),
         (o.resume and o.out, "--resume appends to the file it names: leave --out away"),
         ((o.refill or o.force) and not o.resume, "--refill and --force need --resume"),
+        *((path and (path.is_dir() or not path.parent.is_dir()), f"cannot write {path}: no such folder, or it is one")
+          for path in (o.json, o.junit)),
     ])  # fmt: skip
 
 
@@ -1604,7 +1654,9 @@ def start(arguments: list[str] | None) -> int:
     book, journal = Book(), None
     if o.resume:
         journal = reopen_journal(o.resume, book, read_only=o.list or o.dry_run)
-    recall_options(o, next((result.options for result in book.every), {}))
+        if book.latest is None:
+            say(plain(f"rl_eval: {o.resume} holds no rollout yet: a new run, with the options given here"))
+    recall_options(o, book.latest.options if book.latest else {})
     check_endpoint(o)
     pairs, tasks = ([] if o.check else choose_pairs(o, embedded)), load_tasks(o.tasks, o.task)
     if o.check:
@@ -1613,15 +1665,17 @@ def start(arguments: list[str] | None) -> int:
     if by_oracle and (unsolved := [task.id for task in tasks if task.solution is None]):
         raise Refused(f"task {unsolved[0]!r} has no solution.sh for the scripted policy oracle to run")
     options = {name: getattr(o, name) for name in RECORDED} | {"tasks": len(tasks)}
-    if differing := differences(book, options, tasks):
-        if not o.force:
-            raise Refused(f"{o.resume} is of another run: {'; '.join(differing[:5])} (--force goes on all the same)")
-        options["forced"] = differing
-    run_id = next((result.run_id for result in book.every), None) or new_run_id()
+    if (differing := differences(book, options, tasks)) and not o.force:
+        raise Refused(f"{o.resume} is of another run: {'; '.join(differing[:5])} (--force goes on all the same)")
+    if forced := forced_before(book) + differing:
+        options["forced"] = forced
+    run_id = book.latest.run_id if book.latest else new_run_id()
     plan = make_plan(run_id, tasks, pairs, o.samples)
     if o.refill:
         begun = {result.group_id for result in book.outcomes if result.reward is not None}
         plan = [rollout for rollout in plan if rollout.group_id in begun]
+    if not plan:
+        raise Refused("nothing to run: no group of the run has begun" if o.refill else "nothing to run")
     if o.list or o.dry_run:
         from report.plan import show_plan
 
@@ -1650,48 +1704,25 @@ def sweep_plan(o: argparse.Namespace, plan: list[Rollout], sweep: Sweep, embedde
     if o.model_base_url is not None:
         sweep.endpoint = o.model_base_url, os.environ["MODEL_API_KEY"]
     done = f", {len(plan) - owed} of them done" if sweep.book.attempts else ""
-    run_id = plan[0].run_id if plan else "-"
-    say(plain(f"rl_eval: run {run_id}, {len(plan)} rollouts{done}, to {journal.path}"))
+    say(plain(f"rl_eval: run {plan[0].run_id}, {len(plan)} rollouts{done}, to {journal.path}"))
     try:
         if owed:
             asyncio.run(run(plan, sweep, embedded))
     finally:
         journal.close()
-    code = report(o, sweep.book, sweep.exit_code(plan))
+    from report.summary import report
+
+    code = report(o, sweep.book, sweep.exit_code(plan), plan, ended_well=not sweep.failure and not sweep.signals)
     if any(map(sweep.book.owes, plan)) and journal.size:
-        say(f"rl_eval: to go on: {resume_command(journal.path)}")
+        say(plain(f"rl_eval: to go on: {resume_command(o, journal.path)}", 4000))
     return code
 
 
-def resume_command(path: Path) -> str:
-    return f"{shlex.join([sys.executable, sys.argv[0]])} --resume {shlex.quote(str(path))}"
-
-
-def report(o: argparse.Namespace, book: Book, code: int) -> int:
-    """Print the table, write the summaries, and let the gates decide. Returns the exit code."""
-    from report.ci import write_json, write_junit
-    from report.statistics import Gates, summarise, verdict
-    from report.table import markdown
-
-    gates = Gates(o.min_reward, dict(o.min_pass), o.max_error_rate)
-    ks = {k for given in o.k or [[1, o.samples]] for k in given}
-    tasks = max((result.options.get("tasks", 0) for result in book.every), default=0)
-    rows = summarise(book.outcomes, ks | set(gates.passes), tasks, o.samples)
-    width = os.get_terminal_size(1).columns if os.isatty(1) else None
-    say(markdown(rows, ks, width), sys.stdout)
-    unmet, judged = verdict(rows, gates)
-    for line in unmet:
-        say(plain(f"rl_eval: {line}"))
-    if code != 130 and gates != Gates():
-        code = judged if judged or (gates.error_rate is not None and rows) else code
-    try:
-        if o.json:
-            write_json(o.json, rows, book, code)
-        if o.junit:
-            write_junit(o.junit, book.outcomes)
-    except OSError as error:
-        raise Refused(f"cannot write {error.filename}: {error.strerror}", 3) from None
-    return code
+def resume_command(o: argparse.Namespace, path: Path) -> str:
+    """How to go on: what the file does not record is said again, where it was not left to the default."""
+    kept = [(name, getattr(o, name)) for name in ("tasks", "concurrency", "create_rate", "retries")]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in kept if value != make_parser().get_default(name)]
+    return shlex.join([sys.executable, sys.argv[0], "--resume", str(path), *words])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rl_eval import Book, Result
 
 
-def write_json(path: Path, rows: list[Json], book: Book, code: int) -> None:
+def write_json(path: Path, rows: list[Json], book: Book, unmet: list[str], code: int) -> None:
     """Strict JSON: the rows of the table with all their columns, and what was used. Raises OSError."""
     unknown = sum(result.tokens is None for result in book.every)
-    summary = {"rows": rows, "attempts": len(book.every), "tokens": book.tokens, "attempts_of_unknown_tokens": unknown}
-    summary["exit_code"] = code
+    summary: Json = {"run_id": book.latest and book.latest.run_id, "rows": rows, "attempts": len(book.every)}
+    summary |= {"tokens": book.tokens, "attempts_of_unknown_tokens": unknown, "unmet": unmet, "exit_code": code}
     path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 

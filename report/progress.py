@@ -21,7 +21,8 @@ class Progress:
 
     def __init__(self, planned: int, pace: Pace, book: Book, quiet: bool) -> None:
         self.planned, self.pace, self.book, self.quiet = planned, pace, book, quiet
-        self.done_count, self.errors, self.waits_for = 0, 0, ""
+        self.done_count, self.errors = 0, 0
+        self.waits_for, self.waits_until = "", 0.0
         self.rewards: list[float] = []
         self.began, self.next_wait_line = time.monotonic(), 0.0
         self.live: Any = None
@@ -46,11 +47,12 @@ class Progress:
         if self.live is None and not self.quiet:
             say(plain(self.attempt_line(result, again)))
 
-    def waiting(self, reason: str | None) -> None:
-        """The deployment has no room, or is in trouble; None: no longer."""
-        self.waits_for = reason or ""
-        if reason and self.live is None and not self.quiet and time.monotonic() >= self.next_wait_line:
-            self.next_wait_line = time.monotonic() + WAIT_LINE_SECONDS
+    def waiting(self, reason: str, seconds: float) -> None:
+        """The deployment has no room, or is in trouble: a rollout waits for so long."""
+        now = time.monotonic()
+        self.waits_for, self.waits_until = reason, max(self.waits_until, now + seconds)
+        if self.live is None and not self.quiet and now >= self.next_wait_line:
+            self.next_wait_line = now + WAIT_LINE_SECONDS
             say(plain(f"rl_eval: waiting: {reason}; {self.pace.inside} of {int(self.pace.allowed)} in flight"))
 
     def attempt_line(self, result: Result, again: bool) -> str:
@@ -73,7 +75,7 @@ class Progress:
         if self.done_count:
             seconds = (time.monotonic() - self.began) / self.done_count * (self.planned - self.done_count)
             parts.append(f"{duration(seconds)} left")
-        if self.waits_for:
+        if time.monotonic() < self.waits_until:
             parts.append(f"waiting: {plain(self.waits_for, 60)}")
         return " · ".join(parts)
 

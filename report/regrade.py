@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_eval import Book, Json, Refused, compare, new_run_id, open_journal, plain, read_lines, report, say
+from report.summary import report
+from rl_eval import Book, Json, Refused, compare, new_run_id, open_journal, plain, read_lines, say
 
 if TYPE_CHECKING:
     from rl_eval import Task
@@ -36,7 +37,7 @@ def regrade(path: Path, tasks: list[Task], o: argparse.Namespace) -> int:
     journal.close()
     say(plain(f"rl_eval: {changed} rewards of {len(book.every)} changed, to {journal.path}"))
     o.samples = max((result.options.get("samples", 1) for result in book.every), default=1)
-    return report(o, book, 0)
+    return report(o, book, 3 if any(result.reward is None for result in book.outcomes) else 0)
 
 
 def graded(record: Json, task: Task) -> Json:

@@ -80,15 +80,21 @@ def student_t(degrees: int) -> float:
     return math.tan(below) * math.sqrt(degrees)
 
 
-def summarise(results: list[Result], ks: Iterable[int], tasks: int = 0, samples: int = 0) -> list[Json]:
+def summarise(
+    results: list[Result],
+    ks: Iterable[int],
+    tasks: int = 0,
+    samples: int = 0,
+    pairs: Iterable[tuple[str, str]] = (),
+) -> list[Json]:
     """One row per harness and model, sorted, by column, of one result per rollout. None: nothing was scored.
 
-    `tasks` and `samples` were planned, if more than the results show. In pass@k and pass^k every task weighs the same;
-    each is a mean and the share of the tasks that could enter it, those with at least k scored samples. The columns
-    `errors as 0` are lower bounds: what was planned and not scored counts as a miss.
+    `tasks`, `samples` and `pairs` were planned, if more than the results show. In pass@k and pass^k every task weighs
+    the same; each is a mean and the share of the tasks that could enter it, those with at least k scored samples. The
+    columns `errors as 0` are lower bounds: what was planned and not scored counts as a miss.
     """
     rows = []
-    for harness, model in sorted({(r.harness, r.model) for r in results}):
+    for harness, model in sorted({*pairs, *((r.harness, r.model) for r in results)}):
         mine = [r for r in results if (r.harness, r.model) == (harness, model)]
         by_task: dict[str, list[float]] = {r.task: [] for r in mine}
         planned = {task: max(samples, sum(r.task == task for r in mine)) for task in by_task}
@@ -104,8 +110,9 @@ def summarise(results: list[Result], ks: Iterable[int], tasks: int = 0, samples:
             for k in sorted(set(ks)):
                 found = [estimate(len(xs), xs.count(1.0), k) for xs in by_task.values()]
                 least = [estimate(planned[task], xs.count(1.0), k) for task, xs in by_task.items()]
+                least += [estimate(samples, 0, k)] * (all_ - len(planned))
                 row[f"{name}{k}"] = mean(found), (len(found) - found.count(None), all_)
-                row[f"{name}{k}, errors as 0"] = None if None in least else math.fsum(x or 0.0 for x in least) / all_
+                row[f"{name}{k}, errors as 0"] = None if None in least else mean(least)
         row |= {"errors": statuses.count("error"), "timeouts": statuses.count("timeout")}
         row["mean duration (s)"] = mean(r.duration_s for r in mine if r.reward is not None)
         row["reward, 95 %"] = interval(by_task.values())

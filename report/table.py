@@ -11,7 +11,8 @@ from rl_eval import Json, plain
 
 HIDDEN = ("groups", "complete groups", "zero-variance groups")
 # Left out first when there is not enough room; pass^k and the larger k go before these.
-SPARE = ("mean duration (s)", "timeouts", "reward, 95 %")
+SPARE = ("mean duration (s)", "timeouts", "reward, 95 %", "errors")
+LEAST_NAME = 8  # characters of a name that are shown at least
 
 
 def columns(rows: list[Json], ks: Iterable[int], width: int | None) -> tuple[list[str], list[str]]:
@@ -36,15 +37,26 @@ def markdown(rows: list[Json], ks: Iterable[int], width: int | None = None) -> s
     names, left_out = columns(rows, ks, width)
     notes = [f"Not shown for want of room: {', '.join(left_out)}; --json PATH has all."] if left_out else []
     for row in rows:
+        who = f"{plain(row['harness'])} · {plain(row['model'])}"
         if row["scored"] < row["rollouts"]:
             bound = f"{row['mean reward, errors as 0']:.3f}"
-            who = f"{plain(row['harness'])} · {plain(row['model'])}"
             notes.append(f"{who}: {row['scored']} of {row['rollouts']} scored; mean reward with the rest as 0: {bound}")
-    return "\n".join([render(rows, names), *([""] if notes else []), *notes])
+        complete, groups, flat = row["complete groups"], row["groups"], row["zero-variance groups"]
+        if row["rollouts"] > groups and (complete < groups or flat):
+            notes.append(
+                f"{who}: {complete} of {groups} groups complete, {flat} of these with the same reward throughout"
+            )
+    excess = 0 if width is None else len(render(rows, names).splitlines()[0]) - width
+    return "\n".join([render(rows, names, max(0, excess)), *([""] if notes else []), *notes])
 
 
-def render(rows: list[Json], names: list[str]) -> str:
+def render(rows: list[Json], names: list[str], excess: int = 0) -> str:
+    """The Markdown; model names are cut by `excess` characters, the longest first."""
     body = [[cell(row[name], 1 if name.endswith("(s)") else 3) for name in names] for row in rows]
+    longest = max((len(line[1]) for line in body), default=0)
+    for line in body if excess else ():
+        most = max(LEAST_NAME, longest - excess)
+        line[1] = line[1] if len(line[1]) <= most else line[1][: most - 1].rstrip("\\") + "…"
     align = ["left", "left"] + ["right"] * (len(names) - 2) if rows else None
     head = names or ["harness", "model", "rollouts"]
     return tabulate(body, head, tablefmt="github", disable_numparse=True, colalign=align)
