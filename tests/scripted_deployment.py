@@ -250,7 +250,7 @@ class Deployment:
         known = self.keys.get(key) if script.honour_keys else None
         if known and self.sessions[known].deleted:
             return error(409, "idempotency_conflict", "The session of this Idempotency-Key was deleted.")
-        if not known and self.taken >= self.capacity:
+        if not known and math.isfinite(self.capacity) and self.taken >= self.capacity:
             return JSONResponse(
                 {"error": {"code": "rate_limit_exceeded", "message": "full"}}, 429, {"Retry-After": "1"}
             )
