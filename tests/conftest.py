@@ -28,6 +28,7 @@ from core.sandbox.workspace import OWN_PLACE
 
 ROOT = Path(__file__).parents[1]
 WORKERS = 3  # most tests wait for processes, so more than there are cores
+LANDLOCK_TOO = ("tests/test_kill.py", "tests/test_network.py")  # they start Landlock sandboxes, or end those of others
 NO_NETWORK = {"access": "disabled"}
 HOSTED = {"type": "openai_hosted", "network": NO_NETWORK}
 SHELL = {"x_agents_core": {"harness": "shell"}}
@@ -379,13 +380,17 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Distributes the suite, where pytest-xdist is installed, nobody asked for anything else, and no file is named."""
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
-        config.option.numprocesses, config.option.dist = WORKERS, "loadgroup"
+        config.option.numprocesses, config.option.dist = WORKERS, "loadscope"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One process runs a file's tests, and one all that start Landlock sandboxes: a machine has one /workspace."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            group = "landlock" if "landlock" in item.nodeid else item.nodeid.partition("::")[0]
-            item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "landlock" if "landlock" in nodeid or file in LANDLOCK_TOO else file
+
+    return ByFile(config, log)

@@ -36,8 +36,6 @@ from conftest import (
 
 from core.sandbox.bubblewrap import SPARES
 
-pytestmark = pytest.mark.xdist_group("landlock")  # some start Landlock sandboxes, or end those of others
-
 GONE_SECONDS = 10
 CONTAINER = (sys.executable, str(ROOT / "tests/container.py"))
 

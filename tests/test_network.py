@@ -23,8 +23,6 @@ from conftest import BOXES, HOSTED, Core, connect, service
 from core.proxy import Network, TunnelRefused, is_host_name, is_public, parse_target
 from core.sandbox.backends import BACKENDS
 
-pytestmark = pytest.mark.xdist_group("landlock")  # some start Landlock sandboxes, or end those of others
-
 Doc = dict[str, Any]
 PUBLIC, PRIVATE = "1.2.3.4", "10.9.8.7"
 HOSTS = f"{PUBLIC} named.example other.example\n{PRIVATE} inward.example\n127.0.0.1 localhost loop.example\n"
