@@ -23,10 +23,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+import report.record
 import rl_eval
 from report import ci, statistics
+from report.record import Json, Refused, Result
 from report.table import markdown
-from rl_eval import Json, Pair, Refused, Result, Task
+from rl_eval import Pair, Task
 
 BUNDLED = ["failed-logins", "inventory-bug", "orders-json", "salaries-sqlite", "sales-by-region"]
 
@@ -868,7 +870,7 @@ def test_untouched_item_is_as_it_was() -> None:
 
 def test_secrets_are_redacted_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """S25."""
-    monkeypatch.setattr(rl_eval, "SECRETS", [])
+    monkeypatch.setattr("report.record.SECRETS", [])
     secret = "sk-canary/+key=42"
     rl_eval.keep_secret(secret)
     rl_eval.keep_secret("none")
@@ -876,7 +878,7 @@ def test_secrets_are_redacted_in_every_form(monkeypatch: pytest.MonkeyPatch) -> 
     texts = [secret, coded, "sk-canary%2F%2Bkey%3D42", f"Bearer {secret}!"]
     record = stored(items=[{"output": text, text: [text]} for text in texts], answer={"x": secret}, error=secret)
     dumped = json.dumps(record) + rl_eval.plain(" ".join(texts))
-    assert not [text for text in texts[:3] if text in dumped] and "none" not in rl_eval.SECRETS
+    assert not [text for text in texts[:3] if text in dumped] and "none" not in report.record.SECRETS
 
 
 @pytest.mark.parametrize("text", ["\x1b]0;title\x07", "a\rb", "a\nb", "\u202e", "\ud800", "\x9b31m"])

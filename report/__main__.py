@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from report.reading import Run
-from rl_eval import Refused, counts, plain, say
+from report.record import Refused, plain, say
+from rl_eval import counts
 
 
 def table(o: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import vl_convert
 
-from rl_eval import Json, plain
+from report.record import Json, plain
 
 VEGA_LITE = "6.4"
 SERIES = 8  # colours --series-1 and so on in page.css; more pairs than that share them, and differ by shape alone

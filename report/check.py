@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rl_eval import plain
+from report.record import plain
 
 if TYPE_CHECKING:
-    from rl_eval import Result, Task
+    from report.record import Result
+    from rl_eval import Task
 
 
 def report_check(tasks: list[Task], results: Iterable[Result]) -> tuple[list[str], int]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from rl_eval import Json, plain
+from report.record import Json, plain
 
 if TYPE_CHECKING:
-    from rl_eval import Book, Result
+    from report.record import Book, Result
 
 
 def write_json(path: Path, rows: list[Json], book: Book, unmet: list[str], code: int) -> None:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from report.reading import Run
+from report.record import Json, Refused, Result, plain
 from report.statistics import interval, mean, summarise
 from report.table import cell
-from rl_eval import Json, Refused, Result, plain
 
 SOLVED = 0.5  # a task whose mean reward is at least this
 SAME = 1e-9  # means no further apart than this are a tie; rounding of sums is smaller

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.budget import BadPrices, Price, load_prices
-from rl_eval import Json, Refused, plain
+from report.record import Json, Refused, plain
 
 if TYPE_CHECKING:
-    from rl_eval import Result
+    from report.record import Result
 
 COLUMN = "cost (US$)"
 

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from report import charts
 from report.reading import Run, records
+from report.record import Json, Refused, plain, redact, strict
 from report.statistics import mean, summarise
 from report.table import cell, columns
-from rl_eval import ABSOLUTE, RELATIVE, Json, Refused, load_task, matches, plain, redact, strict
+from rl_eval import ABSOLUTE, RELATIVE, load_task, matches
 
 if TYPE_CHECKING:
-    from rl_eval import Result, Task
+    from report.record import Result
+    from rl_eval import Task
 
 HERE = Path(__file__).resolve().parent
 MOST_KS = 32  # of a curve; beyond, its ks are thinned out

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from rl_eval import labels, plain, say
+from report.record import plain, say
+from rl_eval import labels
 
 if TYPE_CHECKING:
-    from rl_eval import Book, Rollout, Task
+    from report.record import Book
+    from rl_eval import Rollout, Task
 
 
 def show_plan(tasks: list[Task], plan: list[Rollout], book: Book, every_task: bool) -> int:

@@ -7,11 +7,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from report.record import plain, say
 from report.statistics import mean
-from rl_eval import plain, say
 
 if TYPE_CHECKING:
-    from rl_eval import Book, Pace, Result
+    from report.record import Book, Result
+    from rl_eval import Pace
 
 WAIT_LINE_SECONDS = 10.0  # between two plain lines that say what is waited for
 

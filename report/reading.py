@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_eval import Book, Json, Refused, plain, read_lines, say
+from report.record import Book, Json, Refused, plain, read_lines, say
 
 LARGE = 1e15  # no reward, duration or count reaches it; beyond floats, sums would fail
 NONE = type(None)

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from report.record import Book, Json, Refused, plain, read_lines, say
 from report.summary import report
-from rl_eval import Book, Json, Refused, compare, new_run_id, open_journal, plain, read_lines, say
+from rl_eval import compare, new_run_id, open_journal
 
 if TYPE_CHECKING:
     from rl_eval import Task

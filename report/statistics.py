@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from rl_eval import Json, Result
+    from report.record import Json, Result
 
 
 class Gates(NamedTuple):

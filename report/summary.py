@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from report.ci import write_json, write_junit
+from report.record import Refused, Result, plain, say
 from report.statistics import Gates, summarise, verdict
 from report.table import markdown
-from rl_eval import Refused, Result, labels, plain, say
+from rl_eval import labels
 
 if TYPE_CHECKING:
-    from rl_eval import Book, Rollout
+    from report.record import Book
+    from rl_eval import Rollout
 
 
 def report(o: argparse.Namespace, book: Book, code: int, plan: Sequence[Rollout] = (), ended_well: bool = True) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from rl_eval import Json, plain
+from report.record import Json, plain
 
 HIDDEN = ("groups", "complete groups", "zero-variance groups")
 # Left out first when there is not enough room; pass^k and the larger k go before these.

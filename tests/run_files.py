@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import rl_eval
-from rl_eval import Json, Result
+from report.record import Json, Result
 
 OPTIONS = {"samples": 2, "tasks": 1, "timeout": 900.0}
 

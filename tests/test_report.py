@@ -23,7 +23,7 @@ import rl_eval
 from report.compare import sign_test
 from report.page import write_page
 from report.reading import Run
-from rl_eval import Json
+from report.record import Json
 
 ROOT = Path(rl_eval.__file__).parent
 

@@ -19,7 +19,7 @@ from run_files import result, rewards, write_run, write_task
 
 from report.page import write_page
 from report.reading import Run
-from rl_eval import Json, Result
+from report.record import Json, Result
 
 pytestmark = pytest.mark.browser
 
