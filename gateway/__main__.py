@@ -1,4 +1,4 @@
-"""`python3 -m gateway serve`: start the gateway and say where it listens."""
+"""`python3 -m gateway serve`: start the gateway and say where it listens. The other commands are in commands.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gateway import strict
+from gateway import commands, strict
 from gateway.scripted import ScriptBook
 
 DESCRIPTION = """\
@@ -63,6 +63,8 @@ class CannotStart(Exception):
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    if options.run is not None:
+        return int(options.run(options))
     # Until the server takes over, the signals end the process in the same way.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
@@ -79,7 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("python3 -m gateway", description="The inference gateway.")
-    serve = top.add_subparsers(required=True, metavar="COMMAND").add_parser(
+    top.set_defaults(run=None)  # serve is started here, whatever else runs by itself
+    chosen = top.add_subparsers(required=True, metavar="COMMAND")
+    commands.add(chosen)
+    serve = chosen.add_parser(
         "serve",
         help="serve an engine, or the scripted policies",
         description=DESCRIPTION,

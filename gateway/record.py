@@ -150,6 +150,17 @@ class CallRecord:
         return next((finding["code"] for finding in found if finding["level"] == "fatal"), None)
 
 
+def whole(calls: Mapping[str, CallRecord], call_id: str, name: str) -> list[Any]:
+    """The `messages` or `tools` of a call, put together from the deltas that lead to it."""
+    delta: Delta = getattr(calls[call_id], name)
+    parts, wanted = [delta.tail], delta.keep
+    while delta.base_call is not None:
+        delta = getattr(calls[delta.base_call], name)
+        parts.append(delta.tail[: max(wanted - delta.keep, 0)])
+        wanted = min(wanted, delta.keep)
+    return [element for part in reversed(parts) for element in part]
+
+
 MEMBERS = {one.name for one in fields(CallRecord)}
 ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 ATTEMPT = re.compile(r"(.+)~([1-9][0-9]{0,8})", re.DOTALL)

@@ -49,7 +49,7 @@ from urllib.parse import quote, quote_plus
 
 from gateway import strict
 from gateway.prefixes import IdTree, ListTree, Node, insert
-from gateway.record import ID_BYTES, CallRecord, Delta, Doc, dump, pack, unpack
+from gateway.record import ID_BYTES, CallRecord, Delta, Doc, dump, pack, unpack, whole
 
 SCHEMA = "trace/1"
 LINE = re.compile(rb"([0-9a-f]{8}) ([0-9a-f]{8}) (.*)", re.DOTALL)
@@ -91,19 +91,10 @@ class Trace:
     """By call id, in the order of their replies."""
 
     def messages(self, call_id: str) -> list[Any]:
-        return self._whole(call_id, "messages")
+        return whole(self.calls, call_id, "messages")
 
     def tools(self, call_id: str) -> list[Any]:
-        return self._whole(call_id, "tools")
-
-    def _whole(self, call_id: str, name: str) -> list[Any]:
-        delta: Delta = getattr(self.calls[call_id], name)
-        parts, wanted = [delta.tail], delta.keep
-        while delta.base_call is not None:
-            delta = getattr(self.calls[delta.base_call], name)
-            parts.append(delta.tail[: max(wanted - delta.keep, 0)])
-            wanted = min(wanted, delta.keep)
-        return [element for part in reversed(parts) for element in part]
+        return whole(self.calls, call_id, "tools")
 
     def apply(self, entry: Doc) -> None:
         """One line of the log. The same line again changes nothing."""
