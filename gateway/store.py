@@ -324,8 +324,7 @@ def load(path: Path) -> tuple[Trace, int, Any]:
             trace.apply(entry)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{path}: byte {end - len(line)}: not a line of {SCHEMA}: {error}") from None
-    # A line feed ends lines and nothing else does: the JSON escapes every other line separator.
-    if any(unframe(line) is not None for line in data[end:].split(b"\n")):
+    if any(unframe(line) is not None for line in data[end:].split(b"\n")[1:]):
         raise StoreError(f"{path}: damaged at byte {end}, with good lines after it: restore it, or move it away")
     trace.torn, trace.snapshot = len(data) - end, content.hexdigest()
     return trace, end, content

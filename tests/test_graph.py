@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from call_records import START, SUMMARY, TOOLS, Harness, base, message, render, tool_call
+from call_records import START, SUMMARY, TOOLS, Harness, base, forests, message, render, tool_call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,43 +18,6 @@ from gateway.record import ID_BYTES, CallRecord, Delta, measured_findings
 from gateway.sequences import AccountingError, check_accounts, cut, sequences
 
 # Properties: random forests over an alphabet so small that prefixes also meet by chance
-
-
-@st.composite
-def forests(draw: st.DrawFn) -> list[CallRecord]:
-    """Calls of one attempt that extend, fork, drift from or repeat earlier ones, or begin anew."""
-    records: list[CallRecord] = []
-    ids = st.lists(st.integers(0, 2), max_size=4)
-    for seq in range(draw(st.integers(1, 9))):
-        prompt = draw(ids)
-        if records and draw(st.integers(0, 4)):
-            known = draw(st.sampled_from(records))
-            assert known.prompt_ids is not None and known.sampled_ids is not None
-            whole = [*known.prompt_ids.tail, *known.sampled_ids]
-            drifted = len(whole) - draw(st.sampled_from([0, 0, 0, 1, 2]))
-            prompt = draw(st.sampled_from([[*whole[: max(drifted, 0)], *prompt], known.prompt_ids.tail]))
-        sampled = draw(ids)
-        missing = draw(st.sampled_from([0, 0, 0, 0, 1]))
-        records.append(
-            CallRecord(
-                "r",
-                1,
-                f"c{seq}",
-                seq,
-                labels={
-                    "session": draw(st.sampled_from(["s", "t"])),
-                    "kind": draw(st.sampled_from(["agent", None, "auxiliary"])),
-                },
-                messages=Delta([message("user", "go")]),
-                level="tokens",
-                prompt_ids=Delta(prompt),
-                sampled_ids=sampled,
-                logprobs=[-0.5] * max(len(sampled) - missing, 0),
-                t_terminal=float(draw(st.integers(0, 3))),
-                state=draw(st.sampled_from(["delivered"] * 5 + ["reply", "undelivered", "synthetic", "failed"])),
-            )
-        )
-    return records
 
 
 def p(record: CallRecord) -> list[int]:

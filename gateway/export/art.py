@@ -12,7 +12,6 @@ from typing import Any
 from gateway.export.shapes import Group, Rollout, identity
 from gateway.record import Doc
 
-ABOUT = "ART Trajectory: messages and choices; its prompts are rendered again, so inexact"
 NULL_REWARDS = WEIGHTS = ADVANTAGES = False
 
 
