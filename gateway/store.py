@@ -193,8 +193,8 @@ class AttemptLog:
         self._ids, self._messages, self._tools = IdTree(), ListTree(), ListTree()
         ends: dict[str, Node] = {}
         for call_id, call in self.trace.calls.items():
-            self._messages.shorten(self.trace.messages(call_id), call_id)
-            self._tools.shorten(self.trace.tools(call_id), call_id)
+            self._messages.insert(call.messages, call_id)
+            self._tools.insert(call.tools, call_id)
             insert(self._ids, ends, call)
 
     def next_seq(self) -> int:

@@ -428,6 +428,44 @@ def test_a_reply_that_comes_back_as_other_ids_for_the_same_text(reply: Any, cls:
     assert found.before.startswith("ids ") and found.before != found.after
 
 
+def long_history() -> tuple[Harness, list[dict[str, Any]]]:
+    harness = Harness(session="s")
+    history = harness.call(START, CALLED)
+    for number in range(4):
+        result = message("tool", f"{number} lines of output", tool_call_id="t1")
+        history = harness.call([*history, result], THOUGHT | {"content": f"step {number}"})
+    return harness, history
+
+
+@pytest.mark.parametrize(
+    ("change", "cls", "pointer", "parent"),
+    [
+        (changed(5, content="[cleared]"), "history_rewritten", "/messages/5/content", "c1"),
+        (changed(4, reasoning_content=""), "thinking_dropped", "/messages/4/reasoning_content", "c0"),
+        (lambda history: {"messages": [*history[:5], *history[7:]]}, "history_truncated", "/messages/5/content", "c1"),
+    ],
+)
+def test_a_history_changed_in_its_middle_is_a_fork_and_explained(
+    change: Change, cls: str, pointer: str, parent: str
+) -> None:
+    harness, history = long_history()
+    harness.call(change([*history, message("user", "go on")])["messages"], "done")
+    graph = build(harness.records)
+    (found,) = explain_breaks(graph)
+    assert graph.calls["c5"].parent == parent and (found.call, found.cls, found.pointer) == ("c5", cls, pointer)
+    assert sequences(graph, {}).eligible_tokens == sum(len(record.sampled_ids or ()) for record in harness.records)
+
+
+def test_forks_that_are_no_breaks_are_not_reported() -> None:
+    """Five questions after one reply, a question asked again of the middle, and a second sample."""
+    harness, history = long_history()
+    for number in range(5):
+        harness.call([*history, message("user", f"question {number}")], "answer")
+    harness.call([*history[:5], message("user", "instead of the tool's result")], "answer")
+    harness.call(history[:4], "another sample")
+    assert explain_breaks(build(harness.records)) == []
+
+
 def test_a_reply_cut_at_its_limit_is_extended_and_the_end_token_is_context() -> None:
     harness = Harness()
     history = harness.call(START, "cut sho")

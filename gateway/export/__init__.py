@@ -220,23 +220,22 @@ def finish(row: Doc, outcome: Doc, advantage: float | None, options: Options, re
 
 
 def summary(report: Report) -> str:
-    """What was exported and what was not, in one or more lines."""
-    notes = [
-        f"{report.sequences} sequences of {report.rollouts} rollouts in {report.groups} groups, "
-        f"{report.trained_tokens:,} tokens to train",
-        f"{report.null_rewards} rollouts with a null reward" * bool(report.null_rewards),
-        f"{report.incomplete} groups incomplete" * bool(report.incomplete),
-        f"{report.zero_variance} groups without variance" * bool(report.zero_variance),
-        f"no trace: {shortened(report.no_trace)}" * bool(report.no_trace),
-        f"nothing to train: {shortened(report.no_sequence)}" * bool(report.no_sequence),
-        f"{report.cut} sequences cut to the maximum length" * bool(report.cut),
-        f"{report.dropped} sequences without a token to train left out" * bool(report.dropped),
-        f"{report.unfrozen} traces not frozen" * bool(report.unfrozen),
-        f"sampled tokens not trained: {', '.join(f'{n:,} {why}' for why, n in sorted(report.masked.items()))}"
-        * bool(report.masked),
-        *report.problems,
+    """What was exported, and what was left out, on one line."""
+    masked = ", ".join(f"{why} {count:,}" for why, count in sorted(report.masked.items()))
+    notes: list[tuple[str, object]] = [
+        ("null rewards", report.null_rewards),
+        ("incomplete groups", report.incomplete),
+        ("groups without variance", report.zero_variance),
+        ("rollouts without a trace", shortened(report.no_trace)),
+        ("rollouts with nothing to train", shortened(report.no_sequence)),
+        ("sequences cut to the maximum length", report.cut),
+        ("sequences left out, as others train their tokens", report.dropped),
+        ("traces not frozen", report.unfrozen),
+        ("sampled tokens not trained", masked),
+        ("lines left alone", "; ".join(report.problems)),
     ]
-    return "; ".join(note for note in notes if note)
+    done = f"sequences: {report.sequences}, of rollouts: {report.rollouts}, in groups: {report.groups}"
+    return "; ".join([f"{done}; tokens to train: {report.trained_tokens:,}", *(f"{k}: {v}" for k, v in notes if v)])
 
 
 def shortened(names: list[str]) -> str:
