@@ -125,10 +125,12 @@ class ListTree:
         """`values` as what an earlier list begins with and the rest; remembers them for later lists."""
         node, keep = self.root, 0
         for value in values:
-            child = next((one for one in node.children if identical(one.value, value)), None)
-            if child is None:
+            for child in node.children:
+                if identical(child.value, value):
+                    node, keep = child, keep + 1
+                    break
+            else:
                 break
-            node, keep = child, keep + 1
         delta = Delta(list(values[keep:]), node.owner, keep)
         self._grow(node, delta.tail, owner)
         return delta
@@ -152,6 +154,6 @@ def identical(left: Any, right: Any) -> bool:
     """Whether both are written alike. `==` alone takes 1, 1.0 and true for one, and any order of members."""
     if left != right:
         return False
-    if isinstance(left, dict) and list(left) == list(right) and all(type(value) is str for value in left.values()):
+    if type(left) is dict and set(map(type, left.values())) == {str} and list(left) == list(right):
         return True  # the usual message; for the others it is worth writing them down
     return dump(left) == dump(right)
