@@ -1,4 +1,8 @@
-"""Why a root is a root: each one after the first is explained against the earlier call it shares most with.
+"""Why a prefix broke: every root after the first, explained against the earlier call it shares most with.
+
+A history that was changed in its middle makes no root but a fork: the call still extends an early one. Such forks are
+explained too: those whose prompt goes on after an earlier call's whole P but not with its S, and those that
+go on with later replies after a message that differs. A fork into another question is no break.
 
 A break is seen in token ids and explained in messages: the first message that differs from what the
 nearest call had asked and answered, the field of it, and a class. Where all messages agree, the ids
@@ -11,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 from gateway.graph import Graph, GraphCall, likeness, names, text_of, upwards
@@ -77,22 +82,52 @@ class Difference:
 
 
 def explain_breaks(graph: Graph) -> list[Break]:
-    """One for every root but the first, in order of arrival."""
-    return [explain_break(graph, root) for root in graph.roots[1:]]
+    """One for every root but the first, and for every fork that is a break, in order of arrival."""
+    found = []
+    for call_id, call in list(graph.calls.items())[1:]:
+        if call.parent is None or is_forked(graph, call):
+            nearest, common = nearest_call(graph, call_id)
+            if call.parent is None or is_break(graph, call, nearest, common):
+                found.append(explain_break(graph, call, nearest, common))
+    return found
 
 
-def explain_break(graph: Graph, root: str) -> Break:
-    call = graph.calls[root]
-    nearest, common = nearest_call(graph, root)
+def is_forked(graph: Graph, call: GraphCall) -> bool:
+    """Whether other ids than the call's own were seen between its parent's end and its prompt's."""
+    assert call.parent is not None
+    until = graph.ends[call.parent]
+    between = takewhile(lambda node: node is not until, upwards(graph.prompts[call.record.call_id].parent))
+    return any(len(node.children) > 1 for node in between) or len(until.children) > 1
+
+
+def is_break(graph: Graph, call: GraphCall, nearest: GraphCall, common: int) -> bool:
+    parent = graph.calls[call.parent] if call.parent else None
+    if parent is None or common <= parent.end:
+        return parent is None
+    answered = [graph.calls[one] for one in graph.path(nearest.record.call_id) if graph.calls[one].end > parent.end]
+    if any(one.start <= common < one.end and one.start < call.start for one in answered):
+        return True
+    mine, expected = graph.messages(call.record.call_id), expectation(graph, nearest)
+    index = first_difference(expected, mine)
+    replies = [one for one in mine[index:] if one.get("role") == "assistant"]
+    return any(same(reply, later) for reply in replies for later in expected[index:])
+
+
+def expectation(graph: Graph, nearest: GraphCall) -> list[Any]:
+    """The messages of a call and its reply: what a harness that keeps its history sends next."""
+    message = nearest.record.message
+    return [*graph.messages(nearest.record.call_id), *([] if message is None else [message])]
+
+
+def explain_break(graph: Graph, call: GraphCall, nearest: GraphCall, common: int) -> Break:
     found = difference(graph, call, nearest, common)
     if found.before is None and found.after is None:
-        before, after = (
-            shown_ids(graph.ids(one.record.call_id)[:end], common) for one, end in ((nearest, None), (call, call.start))
-        )
+        sides = (nearest, nearest.end), (call, call.start)
+        before, after = (shown_ids(graph.ids(one.record.call_id)[:end], common) for one, end in sides)
     else:
         before, after = shown(found.before, found.after)
     return Break(
-        root,
+        call.record.call_id,
         nearest.record.call_id,
         common,
         nearest.end,
@@ -133,9 +168,7 @@ def difference(graph: Graph, call: GraphCall, nearest: GraphCall, common: int) -
     """The class, the cause and the place, most telling evidence first."""
     if graph.prompts[call.record.call_id] is graph.prompts[nearest.record.call_id]:
         return Difference("new_conversation", "harness")  # the same prompt again: nothing broke
-    mine, expected = graph.messages(call.record.call_id), list(graph.messages(nearest.record.call_id))
-    if nearest.record.message is not None:
-        expected.append(nearest.record.message)
+    mine, expected = graph.messages(call.record.call_id), expectation(graph, nearest)
     index = first_difference(expected, mine)
     place = compare(expected, mine, index)
     if not continues(graph, call) and begins_anew(graph, call):
@@ -163,6 +196,8 @@ def continues(graph: Graph, call: GraphCall) -> bool:
 
 def begins_anew(graph: Graph, call: GraphCall) -> bool:
     """No fault: a call beside the conversations, or the first root of one. A chain that broke has an earlier root."""
+    if call.parent is not None:
+        return False
     if call.role in ("auxiliary", "compaction", "foreign"):
         return True
     earlier = [graph.calls[root] for root in graph.roots if graph.calls[root].record.seq < call.record.seq]

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gateway.formats import FORMATS
+
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "none")
 
 EXPORT = """\
@@ -27,9 +29,7 @@ by whose doing, and what would be trained. TRACE is a .log file, or a folder wit
 
 def add(commands: Any) -> None:
     """The parsers of both commands; each leaves its function in `run`."""
-    from gateway.export import TARGETS
-
-    formats = "\n".join(f"  {name:<10} {target.ABOUT}" for name, target in TARGETS.items())
+    formats = "\n".join(f"  {name:<10} {about}" for name, about in FORMATS.items())
     export = commands.add_parser(
         "export",
         help="write a run's traces as training data",
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     export.add_argument("runfile", metavar="RUN.jsonl", type=Path, help="what rl_eval.py wrote")
     export.add_argument("--traces", metavar="DIR", type=Path, required=True, help="what the gateway wrote")
     export.add_argument(
-        "-f", "--format", choices=TARGETS, default="sequence", metavar="FORMAT", help="default sequence"
+        "-f", "--format", choices=FORMATS, default="sequence", metavar="FORMAT", help="default sequence"
     )
     export.add_argument("-o", "--out", metavar="OUT", type=Path, required=True, help="a new file")
     export.add_argument("--advantage", choices=ADVANTAGES, default="grpo", help="default grpo")
@@ -66,6 +66,7 @@ def positive(text: str) -> int:
 
 
 def run_export(options: argparse.Namespace) -> int:
+    # Imported late, here and below: a gateway that serves does without.
     from gateway.export import CannotExport, Options, export, summary
 
     if options.out.exists():

@@ -96,12 +96,14 @@ def described(graph: Graph, run: list[str]) -> str:
 def breaks(graph: Graph) -> Iterator[str]:
     for found in explain_breaks(graph):
         yield ""
-        yield from told(found)
+        yield from told(graph, found)
 
 
-def told(found: Break) -> Iterator[str]:
+def told(graph: Graph, found: Break) -> Iterator[str]:
     cause = f", caused by the {found.caused_by}" if found.caused_by and found.cls != "new_conversation" else ""
-    yield f"{escaped(found.call)} begins a new root: {found.cls}{cause}: {WORDS[found.cls]}"
+    parent = graph.calls[found.call].parent
+    begins = "begins a new root" if parent is None else f"forks off after {parent}"
+    yield f"{escaped(found.call)} {escaped(begins)}: {found.cls}{cause}: {WORDS[found.cls]}"
     place = f", message {found.message_index}" * (found.message_index is not None)
     place += f", {escaped(found.pointer)}" if found.pointer else ""
     yield (

@@ -4,15 +4,13 @@
 however many calls share it. Invariant: the edges on the path from the root to a node, put together,
 are the ids of that node; splitting an edge leaves every node that was handed out where it was.
 
-`ListTree` does the same for lists of JSON values, of which it keeps digests only. Equal means equal
-as written: 1, 1.0 and true differ, and so do two orders of an object's members.
+`ListTree` does the same for lists of JSON values. Equal means equal as written: 1, 1.0 and true differ,
+and so do two orders of an object's members.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
 from gateway.record import ID_BYTES, CallRecord, Delta, dump, pack
@@ -105,25 +103,57 @@ def insert(tree: IdTree, ends: dict[str, Node], record: CallRecord) -> Node | No
     return node
 
 
-@dataclass
 class Branch:
-    owner: str | None
-    children: dict[bytes, Branch] = field(default_factory=dict)
+    """A position in a `ListTree`: `depth` values from the root, the last of them `value`."""
+
+    __slots__ = ("children", "depth", "owner", "parent", "value")
+
+    def __init__(self, parent: Branch | None, value: Any, owner: str | None) -> None:
+        self.parent = parent
+        self.value = value
+        self.owner = owner
+        self.depth: int = parent.depth + 1 if parent else 0
+        self.children: list[Branch] = []
 
 
 class ListTree:
     def __init__(self) -> None:
-        self.root = Branch(None)
+        self.root = Branch(None, None, None)
+        self._ends: dict[str, Branch] = {}
 
     def shorten(self, values: Sequence[Any], owner: str) -> Delta:
         """`values` as what an earlier list begins with and the rest; remembers them for later lists."""
-        node, keep, base = self.root, 0, None
+        node, keep = self.root, 0
         for value in values:
-            digest = sha256(dump(value).encode()).digest()
-            child = node.children.get(digest)
-            if child is None:
-                child = node.children[digest] = Branch(owner)
-            elif child.owner != owner:
-                keep, base = keep + 1, child.owner
+            for child in node.children:
+                if identical(child.value, value):
+                    node, keep = child, keep + 1
+                    break
+            else:
+                break
+        delta = Delta(list(values[keep:]), node.owner, keep)
+        self._grow(node, delta.tail, owner)
+        return delta
+
+    def insert(self, delta: Delta, owner: str) -> None:
+        """Put a stored list into the tree; its base is there already."""
+        node = self._ends[delta.base_call] if delta.base_call else self.root
+        while node.depth > delta.keep and node.parent is not None:
+            node = node.parent
+        self._grow(node, delta.tail, owner)
+
+    def _grow(self, node: Branch, tail: Sequence[Any], owner: str) -> None:
+        for value in tail:
+            child = Branch(node, value, owner)
+            node.children.append(child)
             node = child
-        return Delta(list(values[keep:]), base, keep)
+        self._ends[owner] = node
+
+
+def identical(left: Any, right: Any) -> bool:
+    """Whether both are written alike. `==` alone takes 1, 1.0 and true for one, and any order of members."""
+    if left != right:
+        return False
+    if type(left) is dict and set(map(type, left.values())) == {str} and list(left) == list(right):
+        return True  # the usual message; for the others it is worth writing them down
+    return dump(left) == dump(right)

@@ -123,6 +123,8 @@ class CallRecord:
         members = {one.name: getattr(self, one.name) for one in fields(self)}
         for name in ("messages", "tools", "prompt_ids"):
             members[name] = members[name] and members[name].as_json()
+        for name in ("transforms", "version_segments", "findings"):
+            members[name] = list(members[name])
         members["logprobs"] = self.logprobs and [finite(value) for value in self.logprobs]
         return {"schema": SCHEMA, **members}
 

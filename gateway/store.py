@@ -191,10 +191,12 @@ class AttemptLog:
     def _index(self) -> None:
         """What the stored calls begin with, so that the next ones can be written as deltas."""
         self._ids, self._messages, self._tools = IdTree(), ListTree(), ListTree()
+        self._latest = b"", self._ids.root
+        """P + S of the latest call, which the next P mostly begins with: that saves the walk from the root."""
         ends: dict[str, Node] = {}
         for call_id, call in self.trace.calls.items():
-            self._messages.shorten(self.trace.messages(call_id), call_id)
-            self._tools.shorten(self.trace.tools(call_id), call_id)
+            self._messages.insert(call.messages, call_id)
+            self._tools.insert(call.tools, call_id)
             insert(self._ids, ends, call)
 
     def next_seq(self) -> int:
@@ -289,8 +291,12 @@ class AttemptLog:
         prompt = record.prompt_ids
         sampled = None if record.sampled_ids is None else list(record.sampled_ids)
         if prompt and (ids := pack(prompt.tail)) is not None:
-            end, shared = self._ids.extend(self._ids.root, ids, call_id)
-            self._ids.extend(end, pack(sampled or ()) or b"", call_id)
+            known, start = self._latest
+            if not ids.startswith(known):
+                known, start = b"", self._ids.root
+            end, shared = self._ids.extend(start, ids[len(known) :], call_id)
+            new = pack(sampled or ()) or b""
+            self._latest = ids + new, self._ids.extend(end, new, call_id)[0]
             prompt = Delta(unpack(ids[shared.depth * ID_BYTES :]), shared.owner, shared.depth)
         return replace(record, messages=messages, tools=tools, prompt_ids=prompt, sampled_ids=sampled)
 
@@ -324,8 +330,7 @@ def load(path: Path) -> tuple[Trace, int, Any]:
             trace.apply(entry)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{path}: byte {end - len(line)}: not a line of {SCHEMA}: {error}") from None
-    # A line feed ends lines and nothing else does: the JSON escapes every other line separator.
-    if any(unframe(line) is not None for line in data[end:].split(b"\n")):
+    if any(unframe(line) is not None for line in data[end:].split(b"\n")[1:]):
         raise StoreError(f"{path}: damaged at byte {end}, with good lines after it: restore it, or move it away")
     trace.torn, trace.snapshot = len(data) - end, content.hexdigest()
     return trace, end, content

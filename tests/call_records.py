@@ -10,6 +10,8 @@ import json
 from itertools import count
 from typing import Any
 
+from hypothesis import strategies as st
+
 from gateway.record import CallRecord, Delta
 
 BEGIN, END = 300, 301
@@ -29,7 +31,9 @@ def tool_call(arguments: str, name: str = "bash", id: str = "t1") -> list[Messag
 def body_ids(one: Message) -> list[int]:
     """What the template writes after the role: reasoning, text, tool calls."""
     calls = "".join(json.dumps(call["function"]) for call in one.get("tool_calls") or ())
-    return list(f"{one.get('reasoning_content') or ''}|{one.get('content') or ''}|{calls}".encode())
+    return list(
+        f"{one.get('reasoning_content') or ''}|{one.get('content') or ''}|{calls}".encode("utf-8", "surrogatepass")
+    )
 
 
 def render(messages: list[Message], tools: list[Message]) -> list[int]:
@@ -93,3 +97,40 @@ def base(harness: Harness) -> list[Message]:
     """One tool call and an answer."""
     history = harness.call(START, message("assistant", "", tool_calls=tool_call('{"cmd": "wc -l a.txt"}')))
     return harness.call([*history, message("tool", "12 a.txt", tool_call_id="t1")], "there are 12 lines")
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[CallRecord]:
+    """Calls of one attempt that extend, fork, drift from or repeat earlier ones, or begin anew."""
+    records: list[CallRecord] = []
+    ids = st.lists(st.integers(0, 2), max_size=4)
+    for seq in range(draw(st.integers(1, 9))):
+        prompt = draw(ids)
+        if records and draw(st.integers(0, 4)):
+            known = draw(st.sampled_from(records))
+            assert known.prompt_ids is not None and known.sampled_ids is not None
+            whole = [*known.prompt_ids.tail, *known.sampled_ids]
+            drifted = len(whole) - draw(st.sampled_from([0, 0, 0, 1, 2]))
+            prompt = draw(st.sampled_from([[*whole[: max(drifted, 0)], *prompt], known.prompt_ids.tail]))
+        sampled = draw(ids)
+        missing = draw(st.sampled_from([0, 0, 0, 0, 1]))
+        records.append(
+            CallRecord(
+                "r",
+                1,
+                f"c{seq}",
+                seq,
+                labels={
+                    "session": draw(st.sampled_from(["s", "t"])),
+                    "kind": draw(st.sampled_from(["agent", None, "auxiliary"])),
+                },
+                messages=Delta([message("user", "go")]),
+                level="tokens",
+                prompt_ids=Delta(prompt),
+                sampled_ids=sampled,
+                logprobs=[-0.5] * max(len(sampled) - missing, 0),
+                t_terminal=float(draw(st.integers(0, 3))),
+                state=draw(st.sampled_from(["delivered"] * 5 + ["reply", "undelivered", "synthetic", "failed"])),
+            )
+        )
+    return records

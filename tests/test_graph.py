@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from call_records import START, SUMMARY, TOOLS, Harness, base, message, render, tool_call
+from call_records import START, SUMMARY, TOOLS, Harness, base, forests, message, render, tool_call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,43 +18,6 @@ from gateway.record import ID_BYTES, CallRecord, Delta, measured_findings
 from gateway.sequences import AccountingError, check_accounts, cut, sequences
 
 # Properties: random forests over an alphabet so small that prefixes also meet by chance
-
-
-@st.composite
-def forests(draw: st.DrawFn) -> list[CallRecord]:
-    """Calls of one attempt that extend, fork, drift from or repeat earlier ones, or begin anew."""
-    records: list[CallRecord] = []
-    ids = st.lists(st.integers(0, 2), max_size=4)
-    for seq in range(draw(st.integers(1, 9))):
-        prompt = draw(ids)
-        if records and draw(st.integers(0, 4)):
-            known = draw(st.sampled_from(records))
-            assert known.prompt_ids is not None and known.sampled_ids is not None
-            whole = [*known.prompt_ids.tail, *known.sampled_ids]
-            drifted = len(whole) - draw(st.sampled_from([0, 0, 0, 1, 2]))
-            prompt = draw(st.sampled_from([[*whole[: max(drifted, 0)], *prompt], known.prompt_ids.tail]))
-        sampled = draw(ids)
-        missing = draw(st.sampled_from([0, 0, 0, 0, 1]))
-        records.append(
-            CallRecord(
-                "r",
-                1,
-                f"c{seq}",
-                seq,
-                labels={
-                    "session": draw(st.sampled_from(["s", "t"])),
-                    "kind": draw(st.sampled_from(["agent", None, "auxiliary"])),
-                },
-                messages=Delta([message("user", "go")]),
-                level="tokens",
-                prompt_ids=Delta(prompt),
-                sampled_ids=sampled,
-                logprobs=[-0.5] * max(len(sampled) - missing, 0),
-                t_terminal=float(draw(st.integers(0, 3))),
-                state=draw(st.sampled_from(["delivered"] * 5 + ["reply", "undelivered", "synthetic", "failed"])),
-            )
-        )
-    return records
 
 
 def p(record: CallRecord) -> list[int]:
@@ -463,6 +426,44 @@ def test_a_reply_that_comes_back_as_other_ids_for_the_same_text(reply: Any, cls:
     (found,) = explain_breaks(build(harness.records))
     assert (found.cls, found.caused_by, found.message_index) == (cls, cause, 2)
     assert found.before.startswith("ids ") and found.before != found.after
+
+
+def long_history() -> tuple[Harness, list[dict[str, Any]]]:
+    harness = Harness(session="s")
+    history = harness.call(START, CALLED)
+    for number in range(4):
+        result = message("tool", f"{number} lines of output", tool_call_id="t1")
+        history = harness.call([*history, result], THOUGHT | {"content": f"step {number}"})
+    return harness, history
+
+
+@pytest.mark.parametrize(
+    ("change", "cls", "pointer", "parent"),
+    [
+        (changed(5, content="[cleared]"), "history_rewritten", "/messages/5/content", "c1"),
+        (changed(4, reasoning_content=""), "thinking_dropped", "/messages/4/reasoning_content", "c0"),
+        (lambda history: {"messages": [*history[:5], *history[7:]]}, "history_truncated", "/messages/5/content", "c1"),
+    ],
+)
+def test_a_history_changed_in_its_middle_is_a_fork_and_explained(
+    change: Change, cls: str, pointer: str, parent: str
+) -> None:
+    harness, history = long_history()
+    harness.call(change([*history, message("user", "go on")])["messages"], "done")
+    graph = build(harness.records)
+    (found,) = explain_breaks(graph)
+    assert graph.calls["c5"].parent == parent and (found.call, found.cls, found.pointer) == ("c5", cls, pointer)
+    assert sequences(graph, {}).eligible_tokens == sum(len(record.sampled_ids or ()) for record in harness.records)
+
+
+def test_forks_that_are_no_breaks_are_not_reported() -> None:
+    """Five questions after one reply, a question asked again of the middle, and a second sample."""
+    harness, history = long_history()
+    for number in range(5):
+        harness.call([*history, message("user", f"question {number}")], "answer")
+    harness.call([*history[:5], message("user", "instead of the tool's result")], "answer")
+    harness.call(history[:4], "another sample")
+    assert explain_breaks(build(harness.records)) == []
 
 
 def test_a_reply_cut_at_its_limit_is_extended_and_the_end_token_is_context() -> None:

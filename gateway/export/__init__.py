@@ -1,6 +1,6 @@
 """Export: a run's outcomes, joined with its traces by (rollout_id, attempt), as what a trainer reads.
 
-A target is one module here and one line in TARGETS. It says whether it holds null rewards and fractional
+A target is one module here and one line in formats.py. It says whether it holds null rewards and fractional
 weights and whether it needs advantages, and turns a group, held whole, into JSON objects; groups are
 written one after the other, in the order of the run's file, so that memory follows the largest group and the same
 inputs give the same bytes.
@@ -16,17 +16,20 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
 from gateway import strict
 from gateway.advantages import advantages, is_flat
-from gateway.export import art, openrlhf, prime_rl, sequence, skyrl, slime, tinker, trl, trl_async, verl
 from gateway.export.shapes import CannotExport, Group, Rollout
+from gateway.formats import module_of
 from gateway.graph import build
 from gateway.record import Doc, dump
 from gateway.sequences import AccountingError, Ownership, cut, sequences
 from gateway.store import StoreError, log_path, read
+
+__all__ = ["CannotExport", "Options", "Report", "export", "summary"]
 
 NEEDED = ("rollout_id", "group_id", "task", "harness", "model", "sample")
 
@@ -34,7 +37,6 @@ NEEDED = ("rollout_id", "group_id", "task", "harness", "model", "sample")
 class Target(Protocol):
     """What each module of a target offers."""
 
-    ABOUT: str
     NULL_REWARDS: bool
     """Whether it can hold a rollout whose reward is null."""
     WEIGHTS: bool
@@ -43,20 +45,6 @@ class Target(Protocol):
     """Whether it needs them."""
 
     def convert(self, group: Group) -> Iterator[Doc]: ...
-
-
-TARGETS: Mapping[str, Target] = {
-    "sequence": sequence,
-    "trl": trl,
-    "trl-async": trl_async,
-    "verl": verl,
-    "skyrl": skyrl,
-    "openrlhf": openrlhf,
-    "art": art,
-    "prime-rl": prime_rl,
-    "slime": slime,
-    "tinker": tinker,
-}
 
 
 @dataclass(frozen=True)
@@ -95,9 +83,14 @@ class Report:
     """Lines of the run's file that are no outcomes."""
 
 
+def find_target(name: str) -> Target:
+    target: Target = import_module(module_of(name))
+    return target
+
+
 def export(run: Path, folder: Path, target: str, out: Path, options: Options = Options()) -> Report:
     """Write the run's rollouts to `out`; CannotExport leaves no file behind."""
-    exporter, report = TARGETS[target], Report()
+    exporter, report = find_target(target), Report()
     if options.ownership == "split" and not exporter.WEIGHTS:
         raise CannotExport(f"{target} has a mask of zeros and ones: use --ownership first")
     if options.advantage is None and exporter.ADVANTAGES:
@@ -227,23 +220,22 @@ def finish(row: Doc, outcome: Doc, advantage: float | None, options: Options, re
 
 
 def summary(report: Report) -> str:
-    """What was exported and what was not, in one or more lines."""
-    notes = [
-        f"{report.sequences} sequences of {report.rollouts} rollouts in {report.groups} groups, "
-        f"{report.trained_tokens:,} tokens to train",
-        f"{report.null_rewards} rollouts with a null reward" * bool(report.null_rewards),
-        f"{report.incomplete} groups incomplete" * bool(report.incomplete),
-        f"{report.zero_variance} groups without variance" * bool(report.zero_variance),
-        f"no trace: {shortened(report.no_trace)}" * bool(report.no_trace),
-        f"nothing to train: {shortened(report.no_sequence)}" * bool(report.no_sequence),
-        f"{report.cut} sequences cut to the maximum length" * bool(report.cut),
-        f"{report.dropped} sequences without a token to train left out" * bool(report.dropped),
-        f"{report.unfrozen} traces not frozen" * bool(report.unfrozen),
-        f"sampled tokens not trained: {', '.join(f'{n:,} {why}' for why, n in sorted(report.masked.items()))}"
-        * bool(report.masked),
-        *report.problems,
+    """What was exported, and what was left out, on one line."""
+    masked = ", ".join(f"{why} {count:,}" for why, count in sorted(report.masked.items()))
+    notes: list[tuple[str, object]] = [
+        ("null rewards", report.null_rewards),
+        ("incomplete groups", report.incomplete),
+        ("groups without variance", report.zero_variance),
+        ("rollouts without a trace", shortened(report.no_trace)),
+        ("rollouts with nothing to train", shortened(report.no_sequence)),
+        ("sequences cut to the maximum length", report.cut),
+        ("sequences left out, as others train their tokens", report.dropped),
+        ("traces not frozen", report.unfrozen),
+        ("sampled tokens not trained", masked),
+        ("lines left alone", "; ".join(report.problems)),
     ]
-    return "; ".join(note for note in notes if note)
+    done = f"sequences: {report.sequences}, of rollouts: {report.rollouts}, in groups: {report.groups}"
+    return "; ".join([f"{done}; tokens to train: {report.trained_tokens:,}", *(f"{k}: {v}" for k, v in notes if v)])
 
 
 def shortened(names: list[str]) -> str:

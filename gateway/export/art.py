@@ -2,6 +2,8 @@
 
 Inexact, and marked so: ART renders the prompt again with its own template. The sampled ids ride in the choices
 as `token_id:N`, which ART puts in place of the re-tokenized reply.
+
+In JSON a choice is a dict, and ART takes any dict for a message: make `Choice(**part)` of those with a `message`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from typing import Any
 from gateway.export.shapes import Group, Rollout, identity
 from gateway.record import Doc
 
-ABOUT = "ART Trajectory: messages and choices; its prompts are rendered again, so inexact"
 NULL_REWARDS = WEIGHTS = ADVANTAGES = False
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from gateway.export.shapes import Group, identity, zero_filled
 from gateway.record import Doc
 
-ABOUT = "OpenRLHF agent executor responses"
 NULL_REWARDS = WEIGHTS = ADVANTAGES = False
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from gateway.export.shapes import Group, spread, zero_filled
 from gateway.record import Doc
 
-ABOUT = "prime-rl TrainingSample, members by name"
 NULL_REWARDS = False
 WEIGHTS = ADVANTAGES = True
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from gateway.export.shapes import Group
 from gateway.record import Doc
 
-ABOUT = "the neutral row, sequence/1: nothing left out, nulls kept"
 NULL_REWARDS = WEIGHTS = True
 ADVANTAGES = False
 

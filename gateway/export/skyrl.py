@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from gateway.export.shapes import Group, prompt_length, zero_filled
 from gateway.record import Doc
 
-ABOUT = "SkyRL GeneratorOutput: a dict of lists per group"
 NULL_REWARDS = WEIGHTS = ADVANTAGES = False
 
 

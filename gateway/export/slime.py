@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from gateway.export.shapes import Group, identity, prompt_length, zero_filled
 from gateway.record import Doc
 
-ABOUT = "slime Sample dicts"
 NULL_REWARDS = WEIGHTS = ADVANTAGES = False
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from gateway.export.shapes import Group, identity, spread, zero_filled
 from gateway.record import Doc
 
-ABOUT = "Tinker Datum: model input and shifted targets"
 NULL_REWARDS = WEIGHTS = False
 ADVANTAGES = True
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from gateway.export.shapes import CannotExport, Group, identity, prompt_length, zero_filled
 from gateway.record import Doc
 
-ABOUT = "TRL rollout_func: a dict of lists per group; one sequence per rollout"
 NULL_REWARDS = WEIGHTS = ADVANTAGES = False
 
 

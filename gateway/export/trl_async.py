@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from gateway.export.shapes import Group, identity, oldest_version, zero_filled
 from gateway.record import Doc
 
-ABOUT = "TRL AsyncGRPO: TurnRecords, a list per chain"
 NULL_REWARDS = WEIGHTS = False
 ADVANTAGES = True
 
