@@ -88,6 +88,8 @@ class Attempt:
     reported: set[tuple[str, str, str]] = field(default_factory=set)
     """Transforms that an earlier call of the attempt has recorded: like messages, they are kept as a delta."""
     exchanges: list[Exchange] = field(default_factory=list)
+    stored: dict[tuple[str, str], CallRecord] = field(default_factory=dict)
+    """Replies of an earlier life of the gateway that were not delivered, by dialect and digest."""
 
     @property
     def path_id(self) -> str:
@@ -140,6 +142,8 @@ class Attempt:
         if record.state in ("reply", "delivered", "undelivered"):
             self.calls += 1
             self.sampled += int(record.usage.get("output", 0))
+        if record.state in ("reply", "undelivered"):
+            self.stored[record.dialect, record.body_digest] = record
 
 
 def closed_refusal(why: str) -> Refused:
@@ -179,6 +183,7 @@ class Attempts:
         if not owners:
             if attempt is None:
                 attempt = await self._open_by_run_key(path_id, identity)
+            attempt.check()
             if attempt.log.trace.info.get("opened_by") != "run_key":
                 raise Refused(403, FORBIDDEN, "forbidden")
         assert attempt is not None

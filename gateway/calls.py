@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any, Protocol
@@ -128,6 +128,19 @@ class Calls:
         attempt.remember(exchange)
         return exchange
 
+    def resume(self, attempt: Attempt, dialect: Dialect, request: Request, record: CallRecord) -> Exchange:
+        """A call whose reply is on the disk since before the gateway started."""
+        exchange = Exchange(attempt, dialect, replace(request, conversation={}, results=()), record.body_digest, record)
+        reply = reply_of(record.message or {}, record.finish_reason, record.stop_reason, request)
+
+        async def stored() -> Call:
+            return Call(record.call_id, exchange.request, reply, Usage(**record.usage), int(time.time()))
+
+        exchange.answered = True
+        exchange.task = asyncio.create_task(stored())
+        attempt.remember(exchange)
+        return exchange
+
     def join(self, exchange: Exchange) -> None:
         """The harness sent it again."""
         exchange.connected = True
@@ -171,8 +184,8 @@ class Calls:
         attempt = exchange.attempt
         try:
             if attempt.stops >= STOPS:
-                self.close(attempt, "its budget is used up")
-                raise closed_refusal("its budget is used up")
+                attempt.closed = "its budget is used up"
+                raise closed_refusal(attempt.closed)
             if (spent := attempt.exhausted()) is not None:
                 return await self.stop(exchange, spent)
             return await self.generate(exchange, asked)
@@ -248,7 +261,8 @@ class Calls:
             version_exact=exact,
             findings=[*exchange.record.findings, *answer.findings, *found],
         )
-        call = Call(exchange.id, exchange.request, reply_of(answer, exchange.request), answer.usage, int(time.time()))
+        reply = reply_of(answer.message, answer.finish_reason, answer.stop_reason, exchange.request)
+        call = Call(exchange.id, exchange.request, reply, answer.usage, int(time.time()))
         attempt.sampled += answer.usage.output
         attempt.context, attempt.stops = answer.usage.input, 0
         await self.keep(exchange, record.with_findings(measured_findings(record)))
@@ -287,8 +301,7 @@ def new_transforms(attempt: Attempt, transforms: list[Doc]) -> list[Doc]:
     return kept
 
 
-def reply_of(answer: Answer, request: Request) -> Reply:
-    message = answer.message
+def reply_of(message: Mapping[str, Any], finish_reason: str | None, stop_reason: Any, request: Request) -> Reply:
     named = {tool.function_name: tool for tool in request.offered}
     calls = []
     for called in message.get("tool_calls") or ():
@@ -299,8 +312,8 @@ def reply_of(answer: Answer, request: Request) -> Reply:
         text=message.get("content") or "",
         tool_calls=tuple(calls),
         reasoning=message.get("reasoning") or message.get("reasoning_content") or "",
-        truncated=answer.finish_reason == "length",
-        stop_sequence=answer.stop_reason if isinstance(answer.stop_reason, str) else None,
+        truncated=finish_reason == "length",
+        stop_sequence=stop_reason if isinstance(stop_reason, str) else None,
     )
 
 

@@ -162,6 +162,7 @@ def described(attempt: Attempt) -> Doc:
         "attempt_id": attempt.attempt_id,
         "purpose": attempt.purpose,
         "closed": attempt.closed,
+        "clients": sum(exchange.connected for exchange in attempt.exchanges),
         "calls": attempt.calls,
         "sampled_tokens": attempt.sampled,
         "snapshot": attempt.log.trace.snapshot,

@@ -34,6 +34,8 @@ class RecordingGateway:
         digest = digest_of(data, body)
         attempt.check()  # it may have been closed while the body came
         exchange = attempt.resend_of(dialect.NAME, digest, retry_count(http.headers))
+        if exchange is None and (stored := attempt.stored.pop((dialect.NAME, digest), None)) is not None:
+            exchange = self.calls.resume(attempt, dialect, request, stored)
         if exchange is not None:
             self.calls.join(exchange)
         else:
