@@ -229,7 +229,7 @@ def works(asked: Doc) -> str:
 def works_in_parallel(asked: Doc) -> str:
     if not asked.get("tools") or results(asked):
         return works(asked)
-    return command(asked, "touch made1") + "\n" + command(asked, "touch made2")
+    return command(asked, "touch made1") + command(asked, "touch made2")
 
 
 def never_ends(asked: Doc) -> str:
@@ -332,3 +332,61 @@ def test_a_dropped_connection(case: Case) -> None:
     graph = case.graph()
     assert case.chains(graph) == [2]
     assert sum(call.record.resends for call in graph.calls.values()) == 1
+
+
+# --- Cells that take longer, or that only some CLIs have ---------------------------------------------------
+
+
+def delegates(asked: Doc) -> str:
+    """The main agent, which alone is told of the task, has a subagent do the work."""
+    if "Do the task." not in json.dumps([one for one in asked["messages"] if one["role"] == "user"]):
+        return works(asked)
+    if not asked.get("tools"):
+        return "A title."
+    return "All is done." if results(asked) else spawning(asked)
+
+
+def spawning(asked: Doc) -> str:
+    """A call of the tool that starts a subagent."""
+    names = [tool["function"]["name"] for tool in asked["tools"]]
+    name = next(name for name in ("Agent", "Task", "task") if name in names)
+    kind = "general" if name == "task" else "general-purpose"
+    return call_text(name, description="Sub", prompt="SUBTASK: make it.", subagent_type=kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["claude", "opencode"], indirect=True)
+def test_a_subagent_is_a_chain_of_its_own(case: Case) -> None:
+    case.gateway.engine.script = delegates
+    case.run()
+    assert case.made == ["made1"] and case.said("All is done.")
+    graph = case.graph()
+    assert case.chains(graph) == [2] and case.chains(graph, "subagent") == [2]
+    if case.cli == "claude":
+        roles = [[one["role"] for one in served.body["messages"]] for served in case.gateway.engine.served]
+        assert any("system" in each[1:] for each in roles)  # in the middle, where the harness put it
+
+
+@pytest.mark.slow
+def test_a_context_that_is_too_long_ends_by_itself(case: Case) -> None:
+    """The harness prints more and more until the engine's context is full."""
+
+    def swells(asked: Doc) -> str:
+        return command(asked, "head -c 20000 /dev/zero | tr '\\0' x") if asked.get("tools") else "A title."
+
+    case.gateway.engine.script = swells
+    case.run(max_context=400_000)
+    assert case.said("Step budget exhausted; stopping.")
+    case.graph()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["codex"], indirect=True)
+def test_usage_held_high_is_ended_by_the_call_budget(case: Case) -> None:
+    """Codex compacts as long as the engine counts more tokens than its window holds."""
+    case.gateway.engine.script = lambda asked: works(asked) + " x" * 200_000
+    case.run(max_calls=6)
+    assert len(case.gateway.engine.served) <= 6
+    kinds = [record.labels["kind"] for record in case.gateway.trace().calls.values()]
+    assert "compaction" in kinds and "synthetic" in case.gateway.states()
+    assert case.events[-1]["type"] in ("turn.completed", "turn.failed")
