@@ -316,7 +316,11 @@ def names(record: CallRecord) -> tuple[Any, Any]:
 
 def conversation(graph: Graph, root: str) -> str:
     """What was asked first: it names a conversation even where its system prompt or its tools changed."""
-    return repr([one for one in head(graph.messages(root)) if one.get("role") not in ("system", "developer")])
+    return repr(questions(graph, root))
+
+
+def questions(graph: Graph, root: str) -> list[Any]:
+    return [one for one in head(graph.messages(root)) if one.get("role") not in ("system", "developer")]
 
 
 def head(messages: Sequence[Any]) -> list[Any]:
@@ -369,7 +373,7 @@ def summary_of(graph: Graph, root: str, searched: dict[tuple[str, str], bool]) -
         if label(call.record) == "compaction" and names(call.record) == names(record) and parents[0] == parents[1]:
             taken = any(label(graph.calls[one].record) in (None, "agent") for one in between(graph, call, record))
             return (None, "") if taken else (call.record.call_id, "wire_label")
-    asked = "\n".join(text_of(one) for one in head(graph.messages(root)))
+    asked = "\n".join(map(text_of, questions(graph, root)))
     for call in reversed(earlier):
         key = (call.record.call_id, asked)
         if key not in searched:

@@ -323,13 +323,13 @@ def load(path: Path) -> tuple[Trace, int, Any]:
         if text is None:
             break
         end += len(line)
-        entry = strict.loads(text)
-        if entry.get("event") != "freeze":
-            content.update(line)
         try:
+            entry = strict.loads(text)
             trace.apply(entry)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{path}: byte {end - len(line)}: not a line of {SCHEMA}: {error}") from None
+        if entry["event"] != "freeze":
+            content.update(line)
     if any(unframe(line) is not None for line in data[end:].split(b"\n")[1:]):
         raise StoreError(f"{path}: damaged at byte {end}, with good lines after it: restore it, or move it away")
     trace.torn, trace.snapshot = len(data) - end, content.hexdigest()

@@ -17,6 +17,7 @@ from openai.types.chat.chat_completion import Choice
 
 from gateway.advantages import advantages
 from gateway.export import CannotExport, Options, Report, export
+from gateway.export.shapes import oldest_version
 from gateway.formats import FORMATS
 from gateway.record import CallRecord
 from gateway.store import Store
@@ -328,6 +329,14 @@ def test_a_rollout_that_forks_counts_once(run: Path, tmp_path: Path) -> None:
     }
     verl, _ = exported(run, tmp_path / "v", "verl", advantage="rloo")
     assert [one["extra_fields"]["advantage"] for one in verl] == [1.0] * 3 + [-0.5] * 3 + [0.0]
+
+
+@pytest.mark.parametrize(
+    ("versions", "oldest"),
+    [(["41", "9"], 9), (["10..12", "11"], 10), (["v2", "v1"], "v1"), ([], None)],
+)
+def test_a_sample_has_the_oldest_version_that_sampled_it(versions: list[str], oldest: Any) -> None:
+    assert oldest_version([{"versions": [[0, 1, version] for version in versions]}]) == oldest
 
 
 def test_split_weights_reach_the_targets_that_hold_them(run: Path, tmp_path: Path) -> None:

@@ -441,6 +441,7 @@ def long_history() -> tuple[Harness, list[dict[str, Any]]]:
     ("change", "cls", "pointer", "parent"),
     [
         (changed(5, content="[cleared]"), "history_rewritten", "/messages/5/content", "c1"),
+        (changed(10, content="another step"), "history_rewritten", "/messages/10/content", "c3"),
         (changed(4, reasoning_content=""), "thinking_dropped", "/messages/4/reasoning_content", "c0"),
         (lambda history: {"messages": [*history[:5], *history[7:]]}, "history_truncated", "/messages/5/content", "c1"),
     ],

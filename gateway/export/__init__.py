@@ -13,10 +13,12 @@ Exporting nothing is an error.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -117,7 +119,7 @@ def export(run: Path, folder: Path, target: str, out: Path, options: Options = O
 
 
 def groups(run: Path, folder: Path, exporter: Target, options: Options, report: Report) -> Iterator[Group]:
-    numbers: Counter[str] = Counter()
+    numbers = count()
     for number, (group_id, members) in enumerate(by_group(outcomes(run, report)).items()):
         rewards = {one["rollout_id"]: one["reward"] for one in members}
         scored = [reward for reward in rewards.values() if reward is not None]
@@ -126,18 +128,17 @@ def groups(run: Path, folder: Path, exporter: Target, options: Options, report: 
         found = advantages(rewards, options.advantage) if options.advantage else dict.fromkeys(rewards)
         group = Group(group_id, number)
         for outcome in members:
-            numbers["rollout"] += 1
             report.null_rewards += outcome["reward"] is None
-            trace = load(outcome, numbers["rollout"] - 1, found[outcome["rollout_id"]], folder, options, report)
+            trace = load(outcome, next(numbers), found[outcome["rollout_id"]], folder, options, report)
             if trace and (outcome["reward"] is not None or exporter.NULL_REWARDS):
                 group.rollouts.append(trace)
         report.incomplete += before != (len(report.no_trace), report.null_rewards)
         if group.rollouts and not (options.drop_zero_variance and is_flat(scored)):
-            count(group, report)
+            add_up(group, report)
             yield group
 
 
-def count(group: Group, report: Report) -> None:
+def add_up(group: Group, report: Report) -> None:
     report.groups += 1
     report.rollouts += len(group.rollouts)
     for _, row in group.rows:
@@ -149,21 +150,24 @@ def outcomes(run: Path, report: Report) -> dict[str, Doc]:
     """What became of each rollout: its first line with a reward, else its last. Lines in the order of the file."""
     found: dict[str, Doc] = {}
     try:
-        lines = run.read_bytes().split(b"\n")
+        with run.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    add_outcome(found, number, line, report)
     except OSError as error:
         raise CannotExport(f"{run}: cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            outcome = outcome_of(line)
-        except ValueError as error:
-            report.problems.append(f"line {number}: {error}")
-            continue
-        known = found.get(outcome["rollout_id"])
-        if known is None or known["reward"] is None:
-            found[outcome["rollout_id"]] = outcome
     return found
+
+
+def add_outcome(found: dict[str, Doc], number: int, line: bytes, report: Report) -> None:
+    try:
+        outcome = outcome_of(line)
+    except ValueError as error:
+        report.problems.append(f"line {number}: {error}")
+        return
+    known = found.get(outcome["rollout_id"])
+    if known is None or known["reward"] is None:
+        found[outcome["rollout_id"]] = outcome
 
 
 def outcome_of(line: bytes) -> Doc:
@@ -171,8 +175,8 @@ def outcome_of(line: bytes) -> Doc:
     if not isinstance(value, dict) or any(value.get(name) is None for name in NEEDED):
         raise ValueError("no record of a rollout")
     reward = value.get("reward")
-    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-        raise ValueError(f"reward {json.dumps(reward)[:40]} is no number")
+    if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+        raise ValueError(f"reward {json.dumps(reward)[:40]} is no finite number")
     return {name: value[name] for name in NEEDED} | {"reward": reward, "attempt": value.get("attempt", 1)}
 
 
@@ -232,7 +236,7 @@ def summary(report: Report) -> str:
         ("sequences left out, as others train their tokens", report.dropped),
         ("traces not frozen", report.unfrozen),
         ("sampled tokens not trained", masked),
-        ("lines left alone", "; ".join(report.problems)),
+        ("lines left alone", shortened(report.problems)),
     ]
     done = f"sequences: {report.sequences}, of rollouts: {report.rollouts}, in groups: {report.groups}"
     return "; ".join([f"{done}; tokens to train: {report.trained_tokens:,}", *(f"{k}: {v}" for k, v in notes if v)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from gateway.graph import Graph
 from gateway.record import Doc
@@ -75,9 +74,9 @@ def identity(row: Doc) -> Doc:
     return {name: row[name] for name in names}
 
 
-def oldest_version(rows: list[Doc]) -> Any:
-    """The first of the versions that sampled the rows' tokens, by number where they are numbers."""
-    found = {span[2] for row in rows for span in row["versions"]}
-    return min(
-        found, key=lambda one: (not str(one).isdigit(), int(one) if str(one).isdigit() else 0, str(one)), default=None
-    )
+def oldest_version(rows: list[Doc]) -> int | str | None:
+    """The first of the versions that sampled the rows' tokens, by number where all are numbers; of "a..b" it is a."""
+    found = {str(span[2]).split("..")[0] for row in rows for span in row["versions"]}
+    if all(version.isdecimal() for version in found):
+        return min(map(int, found), default=None)
+    return min(found)
