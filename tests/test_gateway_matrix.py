@@ -116,7 +116,7 @@ class Case:
     folder: Path
     exit_code: int | None = None
 
-    def run(self, url: str | None = None, **budgets: Any) -> None:
+    def run(self, url: str | None = None, options: tuple[str, ...] = (), **budgets: Any) -> None:
         asked = {"rollout_id": self.gateway.rollout, "budgets": budgets}
         opened = self.gateway.control("POST", "/attempts", asked).json()
         home, work = self.folder / "home", self.folder / "work"
@@ -129,7 +129,7 @@ class Case:
         environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **cli.environment}
         with (self.folder / "errors").open("w") as errors:
             process = subprocess.Popen(
-                cli.command,
+                [*cli.command[:-1], *options, cli.command[-1]],
                 cwd=work,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -361,7 +361,8 @@ def test_a_subagent_is_a_chain_of_its_own(case: Case) -> None:
     case.run()
     assert case.made == ["made1"] and case.said("All is done.")
     graph = case.graph()
-    assert case.chains(graph) == [2] and case.chains(graph, "subagent") == [2]
+    # Claude Code starts it in the background: the main agent is called once more when it is done.
+    assert case.chains(graph) == [3 if case.cli == "claude" else 2] and case.chains(graph, "subagent") == [2]
     if case.cli == "claude":
         roles = [[one["role"] for one in served.body["messages"]] for served in case.gateway.engine.served]
         assert any("system" in each[1:] for each in roles)  # in the middle, where the harness put it
@@ -375,7 +376,7 @@ def test_a_context_that_is_too_long_ends_by_itself(case: Case) -> None:
         return command(asked, "head -c 20000 /dev/zero | tr '\\0' x") if asked.get("tools") else "A title."
 
     case.gateway.engine.script = swells
-    case.run(max_context=400_000)
+    case.run(max_context=150_000)
     assert case.said("Step budget exhausted; stopping.")
     case.graph()
 
@@ -384,9 +385,10 @@ def test_a_context_that_is_too_long_ends_by_itself(case: Case) -> None:
 @pytest.mark.parametrize("case", ["codex"], indirect=True)
 def test_usage_held_high_is_ended_by_the_call_budget(case: Case) -> None:
     """Codex compacts as long as the engine counts more tokens than its window holds."""
-    case.gateway.engine.script = lambda asked: works(asked) + " x" * 200_000
-    case.run(max_calls=6)
-    assert len(case.gateway.engine.served) <= 6
+    case.gateway.engine.script = lambda asked: command(asked, "echo on") if asked.get("tools") else "A summary. " * 50
+    case.run(options=("-c", "model_context_window=20000"), max_calls=8)
+    assert len(case.gateway.engine.served) == 8 and case.said("Step budget exhausted; stopping.")
     kinds = [record.labels["kind"] for record in case.gateway.trace().calls.values()]
-    assert "compaction" in kinds and "synthetic" in case.gateway.states()
-    assert case.events[-1]["type"] in ("turn.completed", "turn.failed")
+    assert kinds.count("compaction") > 1 and "synthetic" in case.gateway.states()
+    graph = case.graph()
+    assert len(graph.continues) > 1
