@@ -109,7 +109,8 @@ def litellm(program: str, engine: str, folder: str) -> Iterator[tuple[str, str]]
     settings = Path(folder, "litellm.yaml")
     settings.write_text(json.dumps({"model_list": [{"model_name": "tiny", "litellm_params": chosen}]}))
     url = "http://127.0.0.1:4711"
-    with process([program, "--config", str(settings), "--host", "127.0.0.1", "--port", "4711"], 0):
+    command = [program, "--config", str(settings), "--host", "127.0.0.1", "--port", "4711"]
+    with process(command, 0, LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY="true"):
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):

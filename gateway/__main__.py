@@ -160,6 +160,8 @@ def record(options: argparse.Namespace) -> None:
     key = api_key(options.host)
     admin_key = options.admin_key or os.environ.get("GATEWAY_ADMIN_KEY") or secrets.token_urlsafe(32)
     # Imported late: --help and the scripted policies do without.
+    import uvloop
+
     from gateway.run import Run, RunFailed
 
     with listen(options.host, options.port) as listener, listen("127.0.0.1", options.control_port) as control:
@@ -171,7 +173,7 @@ def record(options: argparse.Namespace) -> None:
             print(f"export GATEWAY_ADMIN_KEY='{quoted(admin_key)}'", flush=True)
 
         try:
-            asyncio.run(run.serve(listener, control, ready))
+            uvloop.run(run.serve(listener, control, ready))
         except RunFailed as reason:
             raise CannotStart(str(reason)) from None
 

@@ -36,7 +36,8 @@ class Delivery(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.send, self.transport = send, scope["state"]["transport"]
-        self.transport.set_write_buffer_limits(high=0)  # so that what was sent is known to be with the kernel
+        # So that a write goes to the kernel at once, and what it did not take can be waited for.
+        self.transport.set_write_buffer_limits(high=0)
         self.gone = asyncio.create_task(hung_up(receive))
         try:
             if not await self.waited():
