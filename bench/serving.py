@@ -99,7 +99,7 @@ def gateway(engine: str, folder: str) -> Iterator[tuple[str, str]]:
     command = [sys.executable, "-m", "gateway", "serve", "--upstream", engine, "--model", "tiny", "--traces", folder]
     with process(command, 4) as printed:
         exports = dict(re.findall(r"export (\w+)='(.*)'", printed))
-        yield exports["MODEL_BASE_URL"].replace("{rollout_id}", "bench"), exports["MODEL_API_KEY"]
+        yield exports["MODEL_BASE_URL"], exports["MODEL_API_KEY"]
 
 
 @contextlib.contextmanager
@@ -128,13 +128,14 @@ async def measure(url: str, key: str, stream: bool, in_flight: int, calls: int) 
     async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as client:
 
         async def worker(name: int) -> None:
+            own = url.replace("{rollout_id}", f"rollout-{name}")
             for number in numbers:
                 messages = [{"role": "user", "content": f"{name} {number} {time.monotonic_ns()} ".ljust(970, "x")}]
                 asked = {"model": "tiny", "messages": messages, **({"stream": True} if stream else {})}
                 data = json.dumps(asked, separators=(",", ":"))
                 headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
                 started = time.perf_counter()
-                answer = await client.post(f"{url}/chat/completions", content=data, headers=headers)
+                answer = await client.post(f"{own}/chat/completions", content=data, headers=headers)
                 times.append((time.perf_counter() - started) * 1000)
                 assert answer.status_code == 200, answer.text
 
