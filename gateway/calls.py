@@ -278,7 +278,7 @@ class Calls:
         usage = Usage(attempt.context, 0)
         message = {"role": "assistant", "content": STOP_TEXT}
         why = f"budget used up: {spent}"
-        record = replace(exchange.record, state="synthetic", message=message, evidence=why, usage=vars(usage))
+        record = replace(exchange.record, state="synthetic", message=message, stop_reason=why, usage=vars(usage))
         await self.keep(exchange, record)
         return Call(exchange.id, exchange.request, Reply(STOP_TEXT), usage, int(time.time()))
 

@@ -598,7 +598,7 @@ def test_the_call_budget_ends_the_harness_in_its_own_dialect(
         assert len(model.served) == 2
         until(lambda: gateway.states() == ["delivered"] * 2 + ["synthetic"] * 3 + ["failed"])
         stops = list(gateway.trace().calls.values())[2:]
-        assert all(record.sampled_ids is None for record in stops) and "max_calls 2" in str(stops[0].evidence)
+        assert all(record.sampled_ids is None for record in stops) and "max_calls 2" in str(stops[0].stop_reason)
 
 
 def test_the_last_call_is_clamped_to_the_token_budget(model: Engine, tmp_path: Path) -> None:
