@@ -1,4 +1,4 @@
-"""`python3 -m gateway serve`: start the gateway and say where it listens."""
+"""`python3 -m gateway serve`: start the gateway and say where it listens. The other commands are in commands.py."""
 
 from __future__ import annotations
 
@@ -10,18 +10,27 @@ import secrets
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from gateway import commands, strict
 from gateway.scripted import ScriptBook
 
 DESCRIPTION = """\
-Serve the scripted policies `oracle` and `nop` at a URL per rollout, in the Responses, Chat Completions and
-Messages dialects.
+Serve an inference server, or the scripted policies `oracle` and `nop`, at a URL per rollout, in the Responses,
+Chat Completions and Messages dialects.
+
+With --upstream every call is recorded below --traces as the engine saw it. Without, the policies answer.
 
 When it listens, it prints two lines for a shell:
   export MODEL_BASE_URL='http://HOST:PORT/rollouts/{rollout_id}/v1'
   export MODEL_API_KEY='KEY'
-The key is GATEWAY_API_KEY of the environment, or random. SIGINT and SIGTERM stop it at once."""
+and, with --upstream, two more for the trainer:
+  export GATEWAY_CONTROL_URL='http://127.0.0.1:PORT'
+  export GATEWAY_ADMIN_KEY='KEY'
+The keys are GATEWAY_API_KEY and GATEWAY_ADMIN_KEY of the environment, or random. UPSTREAM_API_KEY is sent to the
+engine, if it is set. SIGINT and SIGTERM stop it at once."""
 
 SCRIPTS_HELP = """\
 the script book, one JSON object: {"scripts": {"NAME": "BASH TEXT"}, "rollouts": {"ROLLOUT_ID": "NAME"}};
@@ -33,17 +42,37 @@ stop at the end of standard input, which comes when the parent closes it or dies
 script book is ignored"""
 
 
+PURPOSE_HELP = """\
+train: sampling is pinned, and what an engine cannot be trained with is refused; eval: harnesses choose.
+Default: train where the engine gives token ids and log probabilities, else eval"""
+
+OMIT_HELP = """\
+leave out a tool, by its name or its type, that the engine cannot express, instead of refusing the call;
+every such call is marked"""
+
+CONTEXT_HELP = """\
+when a prompt is too long: stop (the harness is told to stop; default), or native_error (the error of
+its own dialect, so that it may compact)"""
+
+GRACE_HELP = "how long a call of a client that hung up goes on, for its resend to find; default 3"
+
+
 class CannotStart(Exception):
     """One line that says why."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    if options.run is not None:
+        return int(options.run(options))
     # Until the server takes over, the signals end the process in the same way.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     try:
-        start(options.host, options.port, options.scripts, options.exit_with_stdin)
+        if options.upstream is None:
+            start(options.host, options.port, options.scripts, options.exit_with_stdin)
+        else:
+            record(options)
     except CannotStart as reason:
         print(f"gateway: {reason}", file=sys.stderr)
         return 2
@@ -52,9 +81,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("python3 -m gateway", description="The inference gateway.")
-    serve = top.add_subparsers(required=True, metavar="COMMAND").add_parser(
+    top.set_defaults(run=None)  # serve is started here, whatever else runs by itself
+    chosen = top.add_subparsers(required=True, metavar="COMMAND")
+    commands.add(chosen)
+    serve = chosen.add_parser(
         "serve",
-        help="serve the scripted policies",
+        help="serve an engine, or the scripted policies",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -62,7 +94,44 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=port, default=0, help="default 0: the system chooses")
     serve.add_argument("--scripts", metavar="PATH|-", default="-", help=SCRIPTS_HELP)
     serve.add_argument("--exit-with-stdin", action="store_true", help=EXIT_HELP)
+    add_recording(serve.add_argument_group("recording an engine").add_argument)
     return top
+
+
+def add_recording(add: Callable[..., Any]) -> None:
+    add("--upstream", metavar="URL", help="base URL of an OpenAI-compatible inference server")
+    add("--model", metavar="NAME", help="the model it serves; every call goes to this one")
+    add("--traces", metavar="DIR", type=Path, help="where the traces go")
+    add("--purpose", choices=("train", "eval"), help=PURPOSE_HELP)
+    add("--temperature", type=float, default=1.0, metavar="T", help="of training; default 1. eval: what harnesses ask")
+    add("--template-kwargs", type=json_object, default={}, metavar="JSON", help="chat_template_kwargs of every call")
+    add("--omit-tool", action="append", default=[], metavar="NAME", help=OMIT_HELP)
+    add("--max-calls", type=positive, metavar="N", help="engine calls of an attempt; then the harness is told to stop")
+    add("--max-sampled-tokens", type=positive, metavar="N", help="tokens an attempt may sample")
+    add("--max-context", type=positive, metavar="N", help="prompt tokens of one call")
+    add("--max-wall", type=float, metavar="SECONDS", help="time since an attempt was opened")
+    add("--on-context", choices=("stop", "native_error"), default="stop", help=CONTEXT_HELP)
+    add("--retry-grace", type=float, default=3.0, metavar="SECONDS", help=GRACE_HELP)
+    add(
+        "--control-port",
+        type=port,
+        default=0,
+        help="of the control listener, on loopback; default 0: the system chooses",
+    )
+    add("--admin-key", metavar="KEY", help="of the control listener; GATEWAY_ADMIN_KEY does not show in process lists")
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = strict.loads(text.encode())
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
 
 
 def port(text: str) -> int:
@@ -76,12 +145,37 @@ def start(host: str, port: int, scripts: str, exit_with_stdin: bool) -> None:
     key = api_key(host)
     book = read_book(scripts)
     # Imported late: --help and a refusal to start do without.
-    from gateway.server import application, serve
+    from gateway.server import ScriptedGateway, application, serve
 
-    app = application(book, key)
+    app = application(ScriptedGateway(book, key))
     with listen(host, port) as listener:
         announce(listener, host, key)
-        asyncio.run(serve(app, listener, exit_with_stdin))
+        asyncio.run(serve([(app, listener)], exit_with_stdin))
+
+
+def record(options: argparse.Namespace) -> None:
+    """Serve the engine until told to stop."""
+    if not options.model or options.traces is None:
+        raise CannotStart("--upstream needs --model NAME and --traces DIR")
+    key = api_key(options.host)
+    admin_key = options.admin_key or os.environ.get("GATEWAY_ADMIN_KEY") or secrets.token_urlsafe(32)
+    # Imported late: --help and the scripted policies do without.
+    import uvloop
+
+    from gateway.run import Run, RunFailed
+
+    with listen(options.host, options.port) as listener, listen("127.0.0.1", options.control_port) as control:
+        run = Run(options, key, admin_key, os.environ.get("UPSTREAM_API_KEY", ""), rollout_url(listener, options.host))
+
+        def ready() -> None:
+            announce(listener, options.host, key)
+            print(f"export GATEWAY_CONTROL_URL='http://127.0.0.1:{control.getsockname()[1]}'")
+            print(f"export GATEWAY_ADMIN_KEY='{quoted(admin_key)}'", flush=True)
+
+        try:
+            uvloop.run(run.serve(listener, control, ready))
+        except RunFailed as reason:
+            raise CannotStart(str(reason)) from None
 
 
 def api_key(host: str) -> str:
@@ -124,10 +218,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 def announce(listener: socket.socket, host: str, key: str) -> None:
     """From here on connections are accepted, so the address may be told."""
+    url = rollout_url(listener, host)
+    print(f"export MODEL_BASE_URL='{url}'\nexport MODEL_API_KEY='{quoted(key)}'", flush=True)
+
+
+def rollout_url(listener: socket.socket, host: str) -> str:
     netloc = f"[{host}]" if ":" in host else host
-    url = f"http://{netloc}:{listener.getsockname()[1]}/rollouts/{{rollout_id}}/v1"
-    quoted = key.replace("'", "'\\''")
-    print(f"export MODEL_BASE_URL='{url}'\nexport MODEL_API_KEY='{quoted}'", flush=True)
+    return f"http://{netloc}:{listener.getsockname()[1]}/rollouts/{{rollout_id}}/v1"
+
+
+def quoted(key: str) -> str:
+    return key.replace("'", "'\\''")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
 """The neutral shapes between the dialects and the policies: what a call asks, what it is answered.
 
-A dialect turns a request body into a `Request` and a `Call` back into its own wire form; a policy
+A dialect turns a request body into a `Request` and an answered `Call` back into its own wire form; a policy
 turns a `Request` into a `Reply`. Neither knows the other.
 
-Invariant: a call is a function of its rollout and its request. A resend has the same body (some
-clients only reorder its members), so it gets the same reply under the same ids.
-
-Usage is measured, not estimated and never zero: UTF-8 bytes / 4, rounded up, of the conversation
-and the tools as compact JSON with sorted members (input) and of the text or the tool arguments
-that are sent back (output). Sampling settings are not counted, so `count_tokens` gives the same figure.
+A `Request` is the reduced view that routes and scripts need; the whole conversation, for an engine, is made
+from the same body by the dialect's `convert` (conversion.py).
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from typing import Any
 
 
@@ -42,6 +37,12 @@ class Tool:
     """`function`, or the wire name of a kind that is called in another form."""
     namespace: str | None = None
     """The group the tool was offered in; it goes back with a call of the tool."""
+    description: str = ""
+
+    @property
+    def function_name(self) -> str:
+        """Its one name for an engine, which knows no groups."""
+        return f"{self.namespace}__{self.name}" if self.namespace else self.name
 
 
 @dataclass(frozen=True)
@@ -58,64 +59,68 @@ class Request:
     stream: bool
     tools: tuple[Tool, ...]
     """What may be called now: empty when the request forbids tools."""
+    offered: tuple[Tool, ...]
+    """What it declares, whether or not it may be called now."""
     results: tuple[ToolResult, ...]
-    prompt: bytes
-    """The conversation and the tools as canonical JSON."""
+    conversation: Mapping[str, Any]
+    """The members of the body that hold the conversation and the tools."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Members of the request that the dialect's reply repeats or is shaped by."""
+
+    @cached_property
+    def prompt(self) -> bytes:
+        """The conversation and the tools as canonical JSON."""
+        return canonical(self.conversation)
 
 
 @dataclass(frozen=True)
 class ToolCall:
     tool: Tool
-    arguments: Mapping[str, Any]
-
-    @cached_property
-    def arguments_json(self) -> str:
-        return canonical(self.arguments).decode("utf-8", "surrogatepass")
+    arguments: str
+    """Normally a JSON object, but byte for byte what the policy wrote."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An assistant turn: a text, or one tool call."""
+    """An assistant turn: reasoning, then a text, then tool calls; each may be missing."""
 
     text: str = ""
-    tool_call: ToolCall | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    truncated: bool = False
+    """The policy ran into its limit of output tokens."""
+    stop_sequence: str | None = None
+    """The stop string of the request that ended it."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a call. `cached` are among the `input`, `reasoning` among the `output`."""
+
+    input: int
+    output: int
+    cached: int = 0
+    reasoning: int = 0
 
 
 @dataclass(frozen=True)
 class Call:
     """One answered request, ready to be rendered."""
 
-    rollout_id: str
+    id: str
+    """24 hex digits; the dialects put prefixes before it."""
     request: Request
     reply: Reply
+    usage: Usage
     created: int
-    """Seconds since the epoch; the only member that a resend changes."""
+    """Seconds since the epoch."""
 
-    @cached_property
-    def id(self) -> str:
-        """24 hex digits, the same for equal requests of a rollout; the dialects put prefixes before it."""
-        digest = sha256(canonical([self.rollout_id, self.request.model]))
-        digest.update(self.request.prompt)
-        return digest.hexdigest()[:24]
-
-    @cached_property
-    def input_tokens(self) -> int:
-        return measure(self.request.prompt)
-
-    @cached_property
-    def output_tokens(self) -> int:
-        called = self.reply.tool_call
-        return measure((called.arguments_json if called else self.reply.text).encode("utf-8", "surrogatepass"))
+    def part_id(self, prefix: str, index: int) -> str:
+        """The id of a part of the reply, unique in the rollout."""
+        return f"{prefix}_{self.id}{index:02d}"
 
 
 def canonical(value: Any) -> bytes:
     """Compact JSON with sorted members in UTF-8: equal values have equal bytes."""
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     return text.encode("utf-8", "surrogatepass")
-
-
-def measure(text: bytes) -> int:
-    """Usage of a text: its bytes / 4, rounded up."""
-    return -(-len(text) // 4)

@@ -13,6 +13,13 @@ standard input is /dev/null: if bash read the script from there, a program that 
 eat the rest. A script that some harness would refuse, because it is long or holds control characters,
 is packed (gzip, base64) and unpacked by bash.
 
+Invariant: a call is a function of its rollout and its request. A resend has the same body (some
+clients only reorder its members), so it gets the same reply under the same ids.
+
+Usage is measured, not estimated and never zero: UTF-8 bytes / 4, rounded up, of the conversation
+and the tools as compact JSON with sorted members (input) and of the text or the tool arguments
+that are sent back (output). Sampling settings are not counted, so `count_tokens` gives the same figure.
+
 Not covered: a script that is still too long when packed is refused when the book is read.
 """
 
@@ -23,11 +30,12 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from gzip import compress
+from hashlib import sha256
 from itertools import count
 from typing import Any
 
 from gateway import strict
-from gateway.call import Refused, Reply, Request, Tool, ToolCall
+from gateway.call import Call, Refused, Reply, Request, Tool, ToolCall, Usage, canonical
 
 SHELL_TOOLS = ("exec_command", "shell_command", "shell", "local_shell", "bash")
 """Names of shell tools, lower case, the preferred one first."""
@@ -119,7 +127,7 @@ def oracle(request: Request, script: str | None) -> Reply:
     if not request.tools:
         # A title or a summary is asked for, beside the task.
         return Reply("Run the script.")
-    return Reply(tool_call=run_script(request.tools, script))
+    return Reply(tool_calls=(run_script(request.tools, script),))
 
 
 Policy = Callable[[Request, "str | None"], Reply]
@@ -134,6 +142,24 @@ def policy_of(model: str) -> Policy:
     return POLICIES[model]
 
 
+def answered(rollout_id: str, request: Request, reply: Reply, created: int) -> Call:
+    """The call of a scripted reply; `created` is the only member that a resend changes."""
+    digest = sha256(canonical([rollout_id, request.model]))
+    digest.update(request.prompt)
+    sent = "".join(called.arguments for called in reply.tool_calls) or reply.text
+    usage = Usage(measure(request.prompt), measure(sent.encode("utf-8", "surrogatepass")))
+    return Call(digest.hexdigest()[:24], request, reply, usage, created)
+
+
+def measure(text: bytes) -> int:
+    """Usage of a text: its bytes / 4, rounded up."""
+    return -(-len(text) // 4)
+
+
+def call_of(tool: Tool, arguments: Mapping[str, Any]) -> ToolCall:
+    return ToolCall(tool, canonical(arguments).decode("utf-8", "surrogatepass"))
+
+
 def after_result(request: Request) -> Reply:
     """Poll while the process runs, then say how it ended, by the tool's own words before the output."""
     result = request.results[-1]
@@ -144,7 +170,7 @@ def after_result(request: Request) -> Reply:
         if poll is None:
             return Reply("The script was started and still runs; no tool to wait for it was offered.")
         arguments = {"session_id": int(session), "chars": "", "yield_time_ms": POLL_WAIT_MS}
-        return Reply(tool_call=ToolCall(poll, arguments))
+        return Reply(tool_calls=(call_of(poll, arguments),))
     if result.failed or exit_code not in (None, "0") or result.text.startswith("exec_command failed"):
         return Reply("The script was called and ended with an error.")
     return Reply("The script ran and ended.")
@@ -156,7 +182,7 @@ def run_script(tools: tuple[Tool, ...], script: str) -> ToolCall:
         for tool in tools:
             argument = command_argument(tool)
             if tool.name.lower() == name and argument:
-                return ToolCall(tool, shell_arguments(tool, argument, script))
+                return call_of(tool, shell_arguments(tool, argument, script))
     offered = ", ".join(tool.name for tool in tools)
     raise Refused(400, f"the oracle needs a shell tool; the request offers: {offered}", "no_shell_tool")
 

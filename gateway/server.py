@@ -4,7 +4,8 @@ A call passes, in this order: the key (401), the rollout (404), the body's size 
 shape (400), the policy (404 for an unknown model, 400 for a request it cannot answer). A refusal is
 spoken in the error envelope of the dialect.
 
-A scripted reply is known whole before its first byte, so a stream leaves in one write.
+A scripted reply is known whole before its first byte, so a stream leaves in one write. The gateway that records
+calls is in recording.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import uvicorn
@@ -26,10 +27,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway import call, scripted
 from gateway.dialects import chat, messages, responses
-from gateway.dialects.wire import dump, read_json
+from gateway.dialects.wire import dump, read_json, refusal_headers
 
 PREFIX = "/rollouts/{rollout_id}/v1"
 BODY_LIMIT = 32 * 1024 * 1024
@@ -39,7 +41,7 @@ KEEP_ALIVE_S = 75
 
 
 class Dialect(Protocol):
-    """What each module in `dialects/` offers."""
+    """What each module in `dialects/` offers to every gateway."""
 
     PATH: str
 
@@ -49,7 +51,15 @@ class Dialect(Protocol):
     def error(self, refused: call.Refused) -> dict[str, Any]: ...
 
 
-class Gateway:
+class Gateway(Protocol):
+    """What answers the routes."""
+
+    async def complete(self, http: Request, dialect: Any) -> Response: ...
+    async def count_tokens(self, http: Request, dialect: Any) -> Response: ...
+    async def list_models(self, http: Request, dialect: Any) -> Response: ...
+
+
+class ScriptedGateway:
     """Answers the calls of the rollouts in one script book, for whoever holds the key."""
 
     def __init__(self, book: scripted.ScriptBook, key: str) -> None:
@@ -59,19 +69,18 @@ class Gateway:
     async def complete(self, http: Request, dialect: Dialect) -> Response:
         script, request, policy = await self.admit(http, dialect)
         reply = policy(request, script)
-        answered = call.Call(http.path_params["rollout_id"], request, reply, int(time.time()))
+        answered = scripted.answered(http.path_params["rollout_id"], request, reply, int(time.time()))
         if request.stream:
             return Response("".join(dialect.events(answered)), media_type="text/event-stream")
         return json_response(dialect.unary(answered))
 
     async def count_tokens(self, http: Request, dialect: Dialect) -> Response:
         _, request, _ = await self.admit(http, dialect)
-        return json_response(messages.count(request))
+        return json_response({"input_tokens": scripted.measure(request.prompt)})
 
     async def list_models(self, http: Request, dialect: Dialect) -> Response:
         self.open(http)
-        common = {"object": "model", "created": 0, "owned_by": "gateway"}
-        return json_response({"object": "list", "data": [{"id": name, **common} for name in scripted.POLICIES]})
+        return models(scripted.POLICIES)
 
     async def admit(self, http: Request, dialect: Dialect) -> tuple[str | None, call.Request, scripted.Policy]:
         """The rollout's script, the parsed request and the policy it names."""
@@ -81,12 +90,21 @@ class Gateway:
 
     def open(self, http: Request) -> str | None:
         """Check the key, then find the rollout and its script."""
-        scheme, _, token = http.headers.get("authorization", "").partition(" ")
-        bearer = token if scheme.lower() == "bearer" else ""
-        given = (bearer, http.headers.get("x-api-key", ""))
-        if not any(hmac.compare_digest(key.encode(), self.key) for key in given):
+        if not any(hmac.compare_digest(key.encode(), self.key) for key in keys_of(http)):
             raise call.Refused(401, "no valid API key: send it as Bearer or x-api-key", "invalid_api_key")
         return self.book.script(http.path_params["rollout_id"])
+
+
+def keys_of(http: Request) -> tuple[str, str, str]:
+    """The keys that a request presents, empty where it has none."""
+    scheme, _, token = http.headers.get("authorization", "").partition(" ")
+    bearer = token if scheme.lower() == "bearer" else ""
+    return bearer, http.headers.get("x-api-key", ""), http.headers.get("x-goog-api-key", "")
+
+
+def models(names: Iterable[str]) -> Response:
+    common = {"object": "model", "created": 0, "owned_by": "gateway"}
+    return json_response({"object": "list", "data": [{"id": name, **common} for name in names]})
 
 
 async def read_body(http: Request) -> bytes:
@@ -108,8 +126,7 @@ def json_response(value: dict[str, Any], status: int = 200) -> Response:
 
 def refusal(dialect: Dialect, refused: call.Refused) -> Response:
     response = json_response(dialect.error(refused), refused.status)
-    if refused.status == 413:
-        response.headers["connection"] = "close"  # or the server would read the rest to throw it away
+    response.headers.update(refusal_headers(refused))
     return response
 
 
@@ -139,8 +156,7 @@ async def no_route(http: Request, error: Exception) -> Response:
     return refusal(messages if "/v1/messages" in http.url.path else responses, refused)
 
 
-def application(book: scripted.ScriptBook, key: str) -> Starlette:
-    gateway = Gateway(book, key)
+def application(gateway: Gateway) -> Starlette:
     dialects: tuple[Dialect, ...] = (responses, chat, messages)
     routes = [route(dialect.PATH, gateway.complete, dialect) for dialect in dialects]
     routes.append(route("messages/count_tokens", gateway.count_tokens, messages))
@@ -148,6 +164,14 @@ def application(book: scripted.ScriptBook, key: str) -> Starlette:
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False
     return app
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol, which tells the application its transport: only that knows what was really written."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"]["transport"] = self.transport
 
 
 class Server(uvicorn.Server):
@@ -158,7 +182,7 @@ class Server(uvicorn.Server):
         yield
 
 
-async def serve(app: Starlette, listener: socket.socket, exit_with_stdin: bool) -> None:
+async def serve(apps: list[tuple[Starlette, socket.socket]], exit_with_stdin: bool) -> None:
     """Serve until SIGINT, SIGTERM or, if asked, the end of standard input; then drop what is open."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -166,8 +190,19 @@ async def serve(app: Starlette, listener: socket.socket, exit_with_stdin: bool) 
     if exit_with_stdin:
         # A thread, because an event loop cannot wait for every kind of file.
         threading.Thread(target=watch_stdin, args=(loop, stop), daemon=True).start()
-    config = uvicorn.Config(
+    serving = [asyncio.create_task(Server(config_of(app)).serve(sockets=[listener])) for app, listener in apps]
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({*serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    for task in serving:
+        if task.done():
+            task.result()  # it never ends by itself but with an error
+        task.cancel()
+
+
+def config_of(app: Starlette) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
+        http=Connection,
         lifespan="off",
         ws="none",
         proxy_headers=False,
@@ -177,12 +212,6 @@ async def serve(app: Starlette, listener: socket.socket, exit_with_stdin: bool) 
         log_level="warning",
         timeout_keep_alive=KEEP_ALIVE_S,
     )
-    serving = asyncio.create_task(Server(config).serve(sockets=[listener]))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if serving.done():
-        serving.result()  # it never ends by itself but with an error
-    serving.cancel()
 
 
 def watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

@@ -2,6 +2,9 @@
 
 Input tokens are reported when the message starts and again when it ends: a harness that reads 0 at
 either place never compacts.
+
+On the way to an engine a user turn falls apart into tool messages and user messages in the order of its
+blocks, and system messages stay where they are. `cache_control` moves from turn to turn and never goes on.
 """
 
 from __future__ import annotations
@@ -9,12 +12,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gateway.call import Call, Refused, Request, Tool, ToolResult, canonical, measure
-from gateway.dialects.wire import event, member, objects, text_of
+from gateway.call import Call, Refused, Reply, Request, Tool, ToolResult
+from gateway.conversion import Conversion, object_of, seal, unseal
+from gateway.dialects.wire import dump, event, member, objects, text_of
 
+NAME = "messages"
 PATH = "messages"
 
-_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    502: "api_error",
+    503: "overloaded_error",
+}
+_KNOWN = ("model", "messages", "system", "tools", "tool_choice", "stream", "max_tokens", "stop_sequences")
 
 
 def parse(body: dict[str, Any]) -> Request:
@@ -22,18 +36,23 @@ def parse(body: dict[str, Any]) -> Request:
     messages = objects(body, "messages")
     choice = member(body, "tool_choice", dict, {})
     system = member(body, "system", (str, list), "")
+    tools = tuple(map(_tool, offered))
     return Request(
         model=member(body, "model", str),
         stream=member(body, "stream", bool, False),
-        tools=() if choice.get("type") == "none" else tuple(map(_tool, offered)),
+        tools=() if choice.get("type") == "none" else tools,
+        offered=tools,
         results=tuple(_results(messages)),
-        prompt=canonical({"system": system, "messages": messages, "tools": offered}),
+        conversation={"system": system, "messages": messages, "tools": offered},
     )
 
 
 def _tool(tool: dict[str, Any]) -> Tool:
     kind = member(tool, "type", str, "function")
-    return Tool(member(tool, "name", str), member(tool, "input_schema", dict, {}), kind)
+    if kind == "custom":
+        kind = "function"  # this dialect's name for a tool with a schema
+    description = member(tool, "description", str, "")
+    return Tool(member(tool, "name", str), member(tool, "input_schema", dict, {}), kind, description=description)
 
 
 def _results(messages: list[dict[str, Any]]) -> Iterator[ToolResult]:
@@ -47,39 +66,122 @@ def _results(messages: list[dict[str, Any]]) -> Iterator[ToolResult]:
                 yield ToolResult(text, member(block, "is_error", bool, False))
 
 
+def convert(body: dict[str, Any], conversion: Conversion) -> None:
+    _refuse_edits(body)
+    if system := conversion.text(body.get("system"), "/system"):
+        conversion.messages.append({"role": "system", "content": system})
+    for index, message in enumerate(body["messages"]):
+        _message(message, f"/messages/{index}", conversion)
+    conversion.take_sampling(body, stop_sequences="stop")
+    conversion.take_limit(body, "max_tokens")
+    choice = body.get("tool_choice") or {}
+    if choice.get("type") == "any":
+        conversion.constraint["tool_choice"] = "required"
+    elif choice.get("type") == "tool":
+        named = {"name": member(choice, "name", str)}
+        conversion.constraint["tool_choice"] = {"type": "function", "function": named}
+    output = member(body, "output_config", dict, {})
+    if output.get("format"):
+        schema = {"name": "output", "schema": output["format"].get("schema")}
+        conversion.constraint["response_format"] = {"type": "json_schema", "json_schema": schema}
+    conversion.ignore_rest(body, *_KNOWN)
+
+
+def _refuse_edits(body: dict[str, Any]) -> None:
+    """An edit that keeps everything does nothing; any other would rewrite the history unseen by the harness."""
+    for edit in objects(member(body, "context_management", dict, {}), "edits", []):
+        if edit.get("keep") != "all":
+            kind = edit.get("type")
+            raise Refused(400, f"'context_management': the edit {kind!r} rewrites history", "unsupported_member")
+
+
+def _message(message: dict[str, Any], at: str, conversion: Conversion) -> None:
+    role, content = message["role"], message["content"]
+    if role == "assistant":
+        conversion.messages.append(_assistant(content, at, conversion))
+    elif role == "system" or isinstance(content, str):
+        text = conversion.text(content, f"{at}/content")
+        conversion.messages.append({"role": role, "content": text})
+    else:
+        _user_blocks(content, f"{at}/content", conversion)
+
+
+def _user_blocks(blocks: list[dict[str, Any]], at: str, conversion: Conversion) -> None:
+    texts: list[Any] = []
+
+    def flush() -> None:
+        if texts:
+            conversion.messages.append({"role": "user", "content": conversion.text(texts, at)})
+            texts.clear()
+
+    for index, block in enumerate(blocks):
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        flush()
+        text = conversion.text(block.get("content"), f"{at}/{index}/content")
+        if block.get("is_error"):
+            conversion.note("error_flag", f"{at}/{index}/is_error", "a tool message has no flag", True, text)
+        conversion.tool_result(member(block, "tool_use_id", str), text)
+    flush()
+
+
+def _assistant(content: str | list[dict[str, Any]], at: str, conversion: Conversion) -> dict[str, Any]:
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    texts, reasoning, calls = list[Any](), "", list[Any]()
+    for index, block in enumerate(content):
+        pointer, kind = f"{at}/content/{index}", block.get("type")
+        if kind == "thinking":
+            reasoning += _thinking(block, pointer, conversion)
+        elif kind == "tool_use":
+            sent = member(block, "input", dict)
+            arguments = sent["INVALID_JSON"] if set(sent) == {"INVALID_JSON"} else sent
+            name = member(block, "name", str)
+            calls.append(conversion.tool_call(member(block, "id", str), name, arguments, pointer))
+        else:
+            texts.append(block)
+    text = conversion.text(texts, f"{at}/content", joint="") if texts else ""
+    made = {"role": "assistant", "content": text}
+    return made | ({"reasoning": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def _thinking(block: dict[str, Any], pointer: str, conversion: Conversion) -> str:
+    shown = member(block, "thinking", str, "")
+    text = unseal(block.get("signature"))
+    if text is None:
+        return str(shown)
+    if text != shown:
+        conversion.note("reasoning_restored", pointer, "the signature holds what was sampled", shown, text)
+    return text
+
+
 def error(refused: Refused) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(refused.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 
-def count(request: Request) -> dict[str, int]:
-    return {"input_tokens": measure(request.prompt)}
+def error_events(refused: Refused) -> Iterator[str]:
+    yield event("error", {"error": error(refused)["error"]})
 
 
 def unary(call: Call) -> dict[str, Any]:
-    ending = {"stop_reason": _stop_reason(call), "usage": _usage(call, call.output_tokens)}
-    return _message(call) | ending | {"content": [_block(call)]}
+    ending = {**_ending(call.reply), "usage": _usage(call, call.usage.output)}
+    return _message_of(call) | ending | {"content": [block for block, _, _ in _blocks(call)]}
 
 
 def events(call: Call) -> Iterator[str]:
-    block, begun = _block(call), dict[str, Any]()
-    if block["type"] == "text":
-        begun = {"text": ""}
-        delta = {"type": "text_delta", "text": block["text"]}
-    else:
-        assert call.reply.tool_call is not None
-        begun = {"input": {}}
-        delta = {"type": "input_json_delta", "partial_json": call.reply.tool_call.arguments_json}
-    yield event("message_start", {"message": _message(call)})
-    yield event("content_block_start", {"index": 0, "content_block": block | begun})
-    yield event("content_block_delta", {"index": 0, "delta": delta})
-    yield event("content_block_stop", {"index": 0})
-    ending = {"stop_reason": _stop_reason(call), "stop_sequence": None}
-    yield event("message_delta", {"delta": ending, "usage": _usage(call, call.output_tokens)})
+    yield event("message_start", {"message": _message_of(call)})
+    for index, (_, begun, deltas) in enumerate(_blocks(call)):
+        yield event("content_block_start", {"index": index, "content_block": begun})
+        for delta in deltas:
+            yield event("content_block_delta", {"index": index, "delta": delta})
+        yield event("content_block_stop", {"index": index})
+    yield event("message_delta", {"delta": _ending(call.reply), "usage": _usage(call, call.usage.output)})
     yield event("message_stop", {})
 
 
-def _message(call: Call) -> dict[str, Any]:
+def _message_of(call: Call) -> dict[str, Any]:
     """The message as it begins: no content yet."""
     return {
         "id": f"msg_{call.id}",
@@ -93,21 +195,42 @@ def _message(call: Call) -> dict[str, Any]:
     }
 
 
-def _block(call: Call) -> dict[str, Any]:
-    called = call.reply.tool_call
-    if called is None:
-        return {"type": "text", "text": call.reply.text}
-    return {"type": "tool_use", "id": f"toolu_{call.id}", "name": called.tool.name, "input": called.arguments}
+def _blocks(call: Call) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
+    """Each content block: whole, as it begins, and the deltas between."""
+    reply = call.reply
+    if reply.reasoning:
+        whole = {"type": "thinking", "thinking": reply.reasoning, "signature": seal(reply.reasoning)}
+        yield (
+            whole,
+            whole | {"thinking": "", "signature": ""},
+            [
+                {"type": "thinking_delta", "thinking": whole["thinking"]},
+                {"type": "signature_delta", "signature": whole["signature"]},
+            ],
+        )
+    if reply.text or not reply.tool_calls:
+        text = {"type": "text", "text": reply.text}
+        yield text, text | {"text": ""}, [{"type": "text_delta", "text": reply.text}]
+    for index, called in enumerate(reply.tool_calls):
+        value = object_of(called.arguments)
+        use = {"type": "tool_use", "id": call.part_id("toolu", index), "name": called.tool.name, "input": value}
+        # What is no object travels in a member of one, which the JSON of the arguments alone would not show.
+        sent = called.arguments if "INVALID_JSON" not in value else dump(value)
+        yield use, use | {"input": {}}, [{"type": "input_json_delta", "partial_json": sent}]
 
 
-def _stop_reason(call: Call) -> str:
-    return "tool_use" if call.reply.tool_call else "end_turn"
+def _ending(reply: Reply) -> dict[str, Any]:
+    if reply.stop_sequence is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_sequence}
+    reason = "max_tokens" if reply.truncated else "tool_use" if reply.tool_calls else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _usage(call: Call, output_tokens: int) -> dict[str, int]:
+    """Cached and uncached input are counted apart here; together they are the prompt."""
     return {
-        "input_tokens": call.input_tokens,
+        "input_tokens": call.usage.input - call.usage.cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": call.usage.cached,
         "output_tokens": output_tokens,
     }

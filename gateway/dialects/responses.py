@@ -2,6 +2,9 @@
 
 A tool may sit in a namespace, whose name goes back with the call. Server-side state (a previous response,
 a conversation, background) is refused: a call holds its whole conversation.
+
+An engine sees one assistant message per reply of it: reasoning, text and calls that follow each other are put
+together again, and a tool that takes free text is a function with one string parameter, `input`.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gateway.call import Call, Refused, Request, Tool, ToolCall, ToolResult, canonical
-from gateway.dialects.wire import event, member, objects, openai_error, text_of
+from gateway.call import Call, Refused, Request, Tool, ToolCall, ToolResult
+from gateway.conversion import Conversion, object_of, seal, unseal
+from gateway.dialects.wire import dump, event, member, objects, openai_error, text_of
 
+NAME = "responses"
 PATH = "responses"
 error = openai_error
 
@@ -29,6 +34,11 @@ _ECHO: dict[str, Any] = {
     "tools": [],
     "top_p": None,
 }
+_KNOWN = (
+    *("model", "input", "instructions", "tools", "tool_choice", "stream", "max_output_tokens", "store", "text"),
+    *_STATE,
+)
+_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
 def parse(body: dict[str, Any]) -> Request:
@@ -37,13 +47,14 @@ def parse(body: dict[str, Any]) -> Request:
             raise Refused(400, f"{name!r} is not supported: nothing is stored here", "unsupported_member")
     offered = objects(body, "tools", [])
     items = member(body, "input", (str, list))
-    prompt = {"instructions": member(body, "instructions", str, ""), "input": items, "tools": offered}
+    tools = tuple(_tools(offered))
     return Request(
         model=member(body, "model", str),
         stream=member(body, "stream", bool, False),
-        tools=() if body.get("tool_choice") == "none" else tuple(_tools(offered)),
+        tools=() if body.get("tool_choice") == "none" else tools,
+        offered=tools,
         results=() if isinstance(items, str) else tuple(_results(objects(body, "input"))),
-        prompt=canonical(prompt),
+        conversation={"instructions": member(body, "instructions", str, ""), "input": items, "tools": offered},
         echo={name: absent if body.get(name) is None else body[name] for name, absent in _ECHO.items()},
     )
 
@@ -51,14 +62,25 @@ def parse(body: dict[str, Any]) -> Request:
 def _tools(offered: list[dict[str, Any]], namespace: str | None = None) -> Iterator[Tool]:
     for tool in offered:
         kind = member(tool, "type", str)
+        description = member(tool, "description", str, "")
         if kind == "namespace":
             yield from _tools(objects(tool, "tools"), member(tool, "name", str))
         elif kind == "function":
-            yield Tool(member(tool, "name", str), member(tool, "parameters", dict, {}), namespace=namespace)
+            parameters = member(tool, "parameters", dict, {})
+            yield Tool(member(tool, "name", str), parameters, kind, namespace, description)
         elif kind == "local_shell":
             yield Tool(kind, _LOCAL_SHELL, kind)
+        elif kind == "custom":
+            yield Tool(member(tool, "name", str), _free_text(tool), kind, namespace, description)
         else:
             yield Tool(member(tool, "name", str, kind), kind=kind, namespace=namespace)
+
+
+def _free_text(tool: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool that takes free text; a grammar, which nothing enforces here, describes it."""
+    grammar = member(tool, "format", dict, {})
+    text = {"type": "string"} | ({"description": dump(grammar)} if grammar.get("type") == "grammar" else {})
+    return {"type": "object", "properties": {"input": text}, "required": ["input"]}
 
 
 def _results(items: list[dict[str, Any]]) -> Iterator[ToolResult]:
@@ -67,15 +89,128 @@ def _results(items: list[dict[str, Any]]) -> Iterator[ToolResult]:
             yield ToolResult(text_of(member(item, "output", (str, list))))
 
 
+def convert(body: dict[str, Any], conversion: Conversion) -> None:
+    if instructions := body.get("instructions"):
+        conversion.messages.append({"role": "system", "content": instructions})
+    items = body["input"]
+    if isinstance(items, str):
+        conversion.messages.append({"role": "user", "content": items})
+    else:
+        _Items(conversion).take(items)
+    conversion.take_sampling(body)
+    conversion.take_limit(body, "max_output_tokens")
+    text = member(body, "text", dict, {})
+    wanted = member(text, "format", dict, {})
+    if wanted and wanted.get("type") != "text":
+        schema = {name: value for name, value in wanted.items() if name != "type"}
+        conversion.constraint["response_format"] = {"type": wanted.get("type"), "json_schema": schema}
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        named = {"type": "function", "function": {"name": choice.get("name")}} if isinstance(choice, dict) else choice
+        conversion.constraint["tool_choice"] = named
+    conversion.ignore_rest(body, *_KNOWN)
+
+
+class _Items:
+    """Items become messages; what one reply held becomes one assistant message again."""
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.conversion = conversion
+        self.reply: dict[str, Any] | None = None
+        """The assistant message that is being put together."""
+        self.reply_id: str | None = None
+        """The gateway's call that its tool calls came from."""
+
+    def take(self, items: list[dict[str, Any]]) -> None:
+        for index, item in enumerate(items):
+            kind = member(item, "type", str, "message")
+            step = _STEPS.get(kind)
+            if step is None:
+                message = f"/input/{index}: an item of type {kind!r} cannot be passed to the engine"
+                raise Refused(400, message, "unsupported_item")
+            step(self, item, f"/input/{index}")
+
+    def message(self, item: dict[str, Any], at: str) -> None:
+        role = member(item, "role", str)
+        if role == "assistant":
+            text = self.conversion.text(item.get("content"), f"{at}/content", _TEXTS, "")
+            self.open("content")["content"] += text
+            return
+        self.reply = None
+        text = self.conversion.text(item.get("content"), f"{at}/content", _TEXTS)
+        if role == "developer":
+            self.conversion.note("developer_as_system", f"{at}/role", "templates know no developer", role, "system")
+            role = "system"
+        if role not in ("system", "user"):
+            raise Refused(400, f"{at}/role: {role!r} cannot be passed to the engine", "unsupported_role")
+        self.conversion.messages.append({"role": role, "content": text})
+
+    def reasoning(self, item: dict[str, Any], at: str) -> None:
+        text = unseal(item.get("encrypted_content"))
+        shown = [*objects(item, "content", []), *objects(item, "summary", [])]
+        if text is None:
+            text = self.conversion.text(shown, f"{at}/content", _TEXTS)
+        elif text not in (part.get("text") for part in shown):
+            self.conversion.note("reasoning_restored", at, "the encrypted content holds what was sampled", shown, text)
+        self.open("reasoning")["reasoning"] = text
+
+    def open(self, part: str) -> dict[str, Any]:
+        """The assistant message that takes this part: a new one when the current is past it."""
+        past = self.reply is None or "tool_calls" in self.reply or (part == "reasoning" and self.reply["content"])
+        if past or self.reply is None:
+            self.reply, self.reply_id = {"role": "assistant", "content": ""}, None
+            self.conversion.messages.append(self.reply)
+        return self.reply
+
+    def call(self, item: dict[str, Any], at: str) -> None:
+        called = member(item, "call_id", str)
+        made = self.conversion.tool_call(called, *self.named(item), at)
+        reply_id = called[:-2] if self.conversion.original(called) else None
+        if self.reply is None or (self.reply_id and reply_id != self.reply_id):
+            self.reply, self.reply_id = {"role": "assistant", "content": ""}, None
+            self.conversion.messages.append(self.reply)
+        self.reply_id = reply_id
+        self.reply.setdefault("tool_calls", []).append(made)
+
+    @staticmethod
+    def named(item: dict[str, Any]) -> tuple[str, str]:
+        """(the name an engine knows the tool by, its arguments)."""
+        namespace = member(item, "namespace", str, None)
+        name = Tool(member(item, "name", str), namespace=namespace).function_name
+        if item["type"] == "custom_tool_call":
+            return name, dump({"input": member(item, "input", str)})
+        return name, member(item, "arguments", str)
+
+    def result(self, item: dict[str, Any], at: str) -> None:
+        text = self.conversion.text(item.get("output"), f"{at}/output", _TEXTS)
+        self.conversion.tool_result(member(item, "call_id", str), text)
+        # Another call of the same reply may follow: only one without results in between can be another reply's.
+        if self.reply_id is None:
+            self.reply = None
+
+
+_STEPS = {
+    "message": _Items.message,
+    "reasoning": _Items.reasoning,
+    "function_call": _Items.call,
+    "custom_tool_call": _Items.call,
+    "function_call_output": _Items.result,
+    "custom_tool_call_output": _Items.result,
+}
+
+
 def unary(call: Call) -> dict[str, Any]:
     usage = {
-        "input_tokens": call.input_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": call.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": call.input_tokens + call.output_tokens,
+        "input_tokens": call.usage.input,
+        "input_tokens_details": {"cached_tokens": call.usage.cached, "cache_write_tokens": 0},
+        "output_tokens": call.usage.output,
+        "output_tokens_details": {"reasoning_tokens": call.usage.reasoning},
+        "total_tokens": call.usage.input + call.usage.output,
     }
-    return _response(call) | {"status": "completed", "output": [_item(call)], "usage": usage}
+    ending: dict[str, Any] = {"status": "completed"}
+    if call.reply.truncated:
+        ending = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    return _response(call) | ending | {"output": _items(call), "usage": usage}
 
 
 def events(call: Call) -> Iterator[str]:
@@ -83,22 +218,39 @@ def events(call: Call) -> Iterator[str]:
         yield event(name, {"sequence_number": number, **data})
 
 
+def error_events(refused: Refused) -> Iterator[str]:
+    failed = {"id": "resp_failed", "object": "response", "status": "failed", "output": []}
+    reason = {"code": refused.code or "server_error", "message": refused.message}
+    yield event("response.failed", {"sequence_number": 0, "response": failed | {"error": reason}})
+
+
 def _events(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
-    response, item = _response(call), _item(call)
+    response = _response(call)
     yield "response.created", {"response": response}
     yield "response.in_progress", {"response": response}
-    yield "response.output_item.added", {"output_index": 0, "item": _begun(item)}
-    at = {"item_id": item["id"], "output_index": 0}
+    for index, item in enumerate(_items(call)):
+        yield from _item_events(index, item)
+    whole = unary(call)
+    yield f"response.{whole['status']}", {"response": whole}
+
+
+def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "response.output_item.added", {"output_index": index, "item": _begun(item)}
+    at = {"item_id": item["id"], "output_index": index}
     if item["type"] == "message":
         yield from _text_events({**at, "content_index": 0}, item["content"][0])
+    elif item["type"] == "reasoning":
+        text = {**at, "content_index": 0}
+        yield "response.reasoning_text.delta", {**text, "delta": item["content"][0]["text"]}
+        yield "response.reasoning_text.done", {**text, "text": item["content"][0]["text"]}
     elif item["type"] == "function_call":
         yield "response.function_call_arguments.delta", {**at, "delta": item["arguments"]}
-        yield (
-            "response.function_call_arguments.done",
-            {**at, "name": item["name"], "arguments": item["arguments"]},
-        )
-    yield "response.output_item.done", {"output_index": 0, "item": item}
-    yield "response.completed", {"response": unary(call)}
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        yield "response.function_call_arguments.done", {**at, **done}
+    elif item["type"] == "custom_tool_call":
+        yield "response.custom_tool_call_input.delta", {**at, "delta": item["input"]}
+        yield "response.custom_tool_call_input.done", {**at, "input": item["input"]}
+    yield "response.output_item.done", {"output_index": index, "item": item}
 
 
 def _text_events(at: dict[str, Any], part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -125,37 +277,41 @@ def _response(call: Call) -> dict[str, Any]:
     }
 
 
-def _item(call: Call) -> dict[str, Any]:
-    """The one output item, complete."""
-    called = call.reply.tool_call
-    if called is None:
-        part = {"type": "output_text", "text": call.reply.text, "annotations": [], "logprobs": []}
+def _items(call: Call) -> list[dict[str, Any]]:
+    """The output items, complete."""
+    reply, items = call.reply, []
+    if reply.reasoning:
+        text = {"type": "reasoning_text", "text": reply.reasoning}
+        head = {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": [text]}
+        items.append({**head, "encrypted_content": seal(reply.reasoning), "status": "completed"})
+    if reply.text or not reply.tool_calls:
+        part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
         message = {"id": f"msg_{call.id}", "type": "message", "role": "assistant"}
-        return {**message, "status": "completed", "content": [part]}
-    if called.tool.kind == "local_shell":
-        return _local_shell_call(call.id, called)
-    item = {
-        "id": f"fc_{call.id}",
-        "type": "function_call",
-        "status": "completed",
-        "call_id": f"call_{call.id}",
-        "name": called.tool.name,
-        "arguments": called.arguments_json,
-    }
-    return item | ({"namespace": called.tool.namespace} if called.tool.namespace else {})
+        items.append({**message, "status": "completed", "content": [part]})
+    items += [_call_item(call, index, called) for index, called in enumerate(reply.tool_calls)]
+    return items
 
 
-def _local_shell_call(call_id: str, called: ToolCall) -> dict[str, Any]:
-    return {
-        "id": f"lsh_{call_id}",
-        "type": "local_shell_call",
-        "status": "completed",
-        "call_id": f"call_{call_id}",
-        "action": {"type": "exec", "env": {}, **called.arguments},
-    }
+def _call_item(call: Call, index: int, called: ToolCall) -> dict[str, Any]:
+    tool, common = called.tool, {"status": "completed", "call_id": call.part_id("call", index)}
+    if tool.kind == "local_shell":
+        action = {"type": "exec", "env": {}, **object_of(called.arguments)}
+        return {"id": call.part_id("lsh", index), "type": "local_shell_call", **common, "action": action}
+    group = {"namespace": tool.namespace} if tool.namespace else {}
+    if tool.kind == "custom":
+        head = {"id": call.part_id("ctc", index), "type": "custom_tool_call", **common, "name": tool.name}
+        return {**head, "input": _input_of(called.arguments), **group}
+    head = {"id": call.part_id("fc", index), "type": "function_call", **common, "name": tool.name}
+    return {**head, "arguments": called.arguments, **group}
+
+
+def _input_of(arguments: str) -> str:
+    """The one parameter of a free-text tool; whatever else a policy wrote goes to the tool as it is."""
+    value = object_of(arguments).get("input")
+    return value if isinstance(value, str) else arguments
 
 
 def _begun(item: dict[str, Any]) -> dict[str, Any]:
     """The item as it is announced: what the deltas will fill is empty."""
-    empty = {"content": [], "arguments": ""}
+    empty = {"content": [], "arguments": "", "input": ""}
     return item | {"status": "in_progress"} | {k: v for k, v in empty.items() if k in item}

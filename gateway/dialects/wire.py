@@ -7,17 +7,26 @@ or the request is refused, and the message says where.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any, TypeVar
 
 from gateway import strict
-from gateway.call import Refused
+from gateway.call import Refused, canonical
 
 T = TypeVar("T")
 
 _REQUIRED: Any = object()
 
-_JSON_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+_JSON_NAMES = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+}
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -31,6 +40,21 @@ def read_json(body: bytes) -> dict[str, Any]:
     return value
 
 
+_FRACTION = re.compile(rb"[0-9](?:[.eE])[-+0-9]")
+_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*"|(-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)', re.DOTALL)
+
+
+def digest_of(body: bytes, value: Any) -> str:
+    """SHA-256 of a body with members sorted at every level, and numbers as written: 1.0 and 1.00 differ.
+
+    Members in another order are the same request. Numbers are looked for only where some could be spelled in two ways.
+    """
+    digest = sha256(canonical(value))
+    if _FRACTION.search(body):
+        digest.update(b"\0".join(sorted(match[1] for match in _NUMBER.finditer(body) if match[1])))
+    return digest.hexdigest()
+
+
 def member(of: Mapping[str, Any], name: str, kind: type[T] | tuple[type[T], ...], default: Any = _REQUIRED) -> Any:
     """`of[name]`, checked to be of `kind`; null and absence give `default`, or 400 when there is none."""
     value = of.get(name)
@@ -39,8 +63,8 @@ def member(of: Mapping[str, Any], name: str, kind: type[T] | tuple[type[T], ...]
             raise Refused(400, f"{name!r} is missing", "missing_member")
         return default
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    if not isinstance(value, kinds):
-        wanted = " or ".join(_JSON_NAMES[k] for k in kinds)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join(dict.fromkeys(_JSON_NAMES[k] for k in kinds))
         raise Refused(400, f"{name!r} must be {wanted}", "wrong_type")
     return value
 
@@ -81,3 +105,11 @@ def openai_error(refused: Refused) -> dict[str, Any]:
             "code": refused.code,
         }
     }
+
+
+def refusal_headers(refused: Refused) -> dict[str, str]:
+    """Headers that go with a refusal, in every dialect."""
+    if refused.status == 413:
+        return {"connection": "close"}  # or the server would read the rest to throw it away
+    # Stock clients send again after a 409 unless they are told not to.
+    return {"x-should-retry": "false"} if refused.status == 409 else {}

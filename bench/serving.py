@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""What the recording gateway adds to a call, beside a bare pass-through of the same bytes and LiteLLM's proxy.
+
+    python3 bench/serving.py [--calls N] [--litellm PATH-OF-ITS-PROGRAM]
+
+Each server is a process of its own before one scripted engine (tests/engine.py). In turns, round by round, so that a
+busy machine is busy for all: the engine directly, a starlette application that passes bytes on with httpx, the gateway,
+and `litellm` where it is given. Printed: p50 and p95 in ms and calls per second at 1 and 64 in flight, streamed and
+not; and what each adds at the median. A call has 1,000 prompt tokens and 100 sampled ones. The traces lie on the disk
+of the temporary folder: the gateway waits for it once per call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[1]
+ROUNDS = 4
+IN_FLIGHT = (1, 64)
+SERVER = """
+import asyncio, socket, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+{body}
+"""
+ENGINE = """
+import time
+from engine import engine
+with engine(script=lambda asked: "x" * 99) as running:
+    print(running.url, flush=True)
+    sys.stdin.read()
+"""
+PASS_THROUGH = """
+import httpx, uvicorn
+from starlette.applications import Starlette
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+client = httpx.AsyncClient(timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None))
+
+async def pass_on(request):
+    data = await request.body()
+    kind = {{"content-type": "application/json"}}
+    if b'"stream":true' not in data:
+        answer = await client.post({url!r} + "/chat/completions", content=data, headers=kind)
+        return Response(answer.content, answer.status_code, media_type="application/json")
+    sent = client.build_request("POST", {url!r} + "/chat/completions", content=data, headers=kind)
+    answer = await client.send(sent, stream=True)
+    return StreamingResponse(answer.aiter_raw(), answer.status_code, media_type="text/event-stream")
+
+listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+listener.bind(("127.0.0.1", 0))
+listener.listen(512)
+print(f"http://127.0.0.1:{{listener.getsockname()[1]}}", flush=True)
+app = Starlette(routes=[Route("/chat/completions", pass_on, methods=["POST"])])
+uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")).run(sockets=[listener])
+"""
+
+
+@contextlib.contextmanager
+def process(command: list[str], lines: int, **environment: str) -> Iterator[str]:
+    """A server that lives as long as the block; what it printed first."""
+    running = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert running.stdout
+        yield "".join(running.stdout.readline() for _ in range(lines))
+    finally:
+        running.kill()
+        running.wait()
+
+
+def python(body: str) -> list[str]:
+    return [sys.executable, "-c", SERVER.format(root=str(ROOT), tests=str(ROOT / "tests"), body=body)]
+
+
+@contextlib.contextmanager
+def gateway(engine: str, folder: str) -> Iterator[tuple[str, str]]:
+    command = [sys.executable, "-m", "gateway", "serve", "--upstream", engine, "--model", "tiny", "--traces", folder]
+    with process(command, 4) as printed:
+        exports = dict(re.findall(r"export (\w+)='(.*)'", printed))
+        yield exports["MODEL_BASE_URL"], exports["MODEL_API_KEY"]
+
+
+@contextlib.contextmanager
+def litellm(program: str, engine: str, folder: str) -> Iterator[tuple[str, str]]:
+    """LiteLLM's proxy with one model, once it answers."""
+    chosen = {"model": "openai/tiny", "api_base": engine, "api_key": "none"}
+    settings = Path(folder, "litellm.yaml")
+    settings.write_text(json.dumps({"model_list": [{"model_name": "tiny", "litellm_params": chosen}]}))
+    url = "http://127.0.0.1:4711"
+    command = [program, "--config", str(settings), "--host", "127.0.0.1", "--port", "4711"]
+    with process(command, 0, LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY="true"):
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/health/liveliness", timeout=5).status_code == 200:
+                    break
+            time.sleep(0.5)
+        yield url, "none"
+
+
+async def measure(url: str, key: str, stream: bool, in_flight: int, calls: int) -> tuple[list[float], float]:
+    """(ms of each call, calls per second)."""
+    times: list[float] = []
+    numbers = iter(range(calls))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=in_flight)
+    async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as client:
+
+        async def worker(name: int) -> None:
+            own = url.replace("{rollout_id}", f"rollout-{name}")
+            for number in numbers:
+                messages = [{"role": "user", "content": f"{name} {number} {time.monotonic_ns()} ".ljust(970, "x")}]
+                asked = {"model": "tiny", "messages": messages, **({"stream": True} if stream else {})}
+                data = json.dumps(asked, separators=(",", ":"))
+                headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+                started = time.perf_counter()
+                answer = await client.post(f"{own}/chat/completions", content=data, headers=headers)
+                times.append((time.perf_counter() - started) * 1000)
+                assert answer.status_code == 200, answer.text
+
+        began = time.perf_counter()
+        await asyncio.gather(*(worker(number) for number in range(in_flight)))
+        return times, calls / (time.perf_counter() - began)
+
+
+def p95(times: list[float]) -> float:
+    return statistics.quantiles(times, n=20)[-1]
+
+
+def compare(servers: dict[str, tuple[str, str]], stream: bool, in_flight: int, calls: int) -> None:
+    """One block of the table."""
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in servers}
+    for number in range(ROUNDS + 1):
+        for name, (url, key) in servers.items():
+            times, rate = asyncio.run(measure(url, key, stream, in_flight, calls // ROUNDS))
+            if number:  # the first round warms up
+                found[name][0].extend(times)
+                found[name][1].append(rate)
+    print(f"\n{'streamed' if stream else 'unary'}, {in_flight} in flight")
+    base = statistics.median(found["engine"][0])
+    for name, (times, rates) in found.items():
+        middle, rate = statistics.median(times), statistics.median(rates)
+        added = "" if name == "engine" else f"{middle - base:9.2f} ms added"
+        print(f"  {name:<12} p50 {middle:8.2f} ms  p95 {p95(times):8.2f} ms  {rate:7.0f}/s {added}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=400, help="per server and block; default 400")
+    parser.add_argument("--litellm", metavar="PATH", help="the program `litellm` of an environment of its own")
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        engine = stack.enter_context(process(python(ENGINE), 1)).strip()
+        passing = stack.enter_context(process(python(PASS_THROUGH.format(url=engine)), 1)).strip()
+        servers: dict[str, Any] = {"engine": (engine, "none"), "pass-through": (passing, "none")}
+        servers["gateway"] = stack.enter_context(gateway(engine, folder))
+        if options.litellm:
+            servers["litellm"] = stack.enter_context(litellm(options.litellm, engine, folder))
+        for stream in (False, True):
+            for in_flight in IN_FLIGHT:
+                compare(servers, stream, in_flight, max(options.calls, ROUNDS * in_flight))
+
+
+if __name__ == "__main__":
+    main()

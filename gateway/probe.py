@@ -1,0 +1,189 @@
+"""What an inference server can do, found out by asking it: run once at start, the result is stored with every call.
+
+Levels: `tokens` (P and S as ids, L aligned and processed) may train; `logprobs` (S with log probabilities, no P)
+serves analysis; `text` serves evaluation only. Nothing is taken from a server's name or version: members that it does
+not know are ignored or refused, and only its answers prove a feature.
+
+Not probed: streams (calls are unary here), and whether a hang-up ends the generation, which only the server sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from gateway.call import Refused
+from gateway.engine import CAPTURES, CONNECT_SECONDS, Answer, Capabilities, Engine, read_answer, version_in
+from gateway.prompt import NEUTRAL_EXTENDED
+from gateway.record import CallRecord, Delta, measured_findings
+
+Doc = dict[str, Any]
+
+VERSION_PATHS = ("/get_weight_version", "/get_model_info")
+"""Where servers tell the version of their weights (SGLang does)."""
+TOLERANCE = 0.05
+"""Of the ratio between two gaps of log probabilities, which is 2 or 1."""
+USER: Doc = {"role": "user", "content": "Say a word."}
+SYSTEM: Doc = {"role": "system", "content": "Be brief."}
+TOOL: Doc = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class ProbeFailed(Exception):
+    """One line: the server cannot serve at all."""
+
+
+async def probe(engine: Engine, temperature: float) -> Capabilities:
+    """What the engine can do when it is sampled at `temperature`."""
+    engine.url, models = await base_url(engine)
+    length = max_model_len(models, engine.model)
+    extended = await accepts(engine, NEUTRAL_EXTENDED)
+    level, answer = await capture_level(engine)
+    processed = await is_processed(engine) if level != "text" else None
+    faults = await missing(engine, level, answer, processed, temperature)
+    if level == "tokens" and faults:
+        level = "logprobs" if answer.logprobs else "text"
+    system = await accepts_messages(engine, [USER, {"role": "assistant", "content": "Yes."}, SYSTEM, USER])
+    tokenizes = await answers(engine, "/tokenize", {"model": engine.model, "messages": [USER]})
+    told = await version_path(engine)
+    lines = (
+        f"level {level}" + (f": not tokens, because {'; '.join(faults)}" if level != "tokens" else ""),
+        f"log probabilities are {PROCESSED[processed]}",
+        f"a system message in the middle is {'kept' if system else 'sent as a user message in a tag'}",
+        f"tools are {'accepted' if await accepts(engine, {'tools': [TOOL]}) else 'refused'}",
+        f"a reply sent back {await echo(engine, answer)}",
+        f"the version of the weights is {'told by ' + told if told else 'what the trainer names when it resumes'}",
+    )
+    return Capabilities(level, processed, extended, system, tokenizes, told, length, lines)
+
+
+PROCESSED = {True: "after temperature", False: "before temperature (raw)", None: "absent or not comparable"}
+
+
+def request(engine: Engine, messages: list[Doc], **members: Any) -> Doc:
+    return {"model": engine.model, "messages": messages, "max_completion_tokens": 8, "temperature": 1.0, **members}
+
+
+async def base_url(engine: Engine) -> tuple[str, list[Any]]:
+    """The address below which the routes lie, with or without /v1, and the models there."""
+    problem = "nothing"
+    for url in (engine.url, f"{engine.url}/v1"):
+        try:
+            response = await engine.client.get(f"{url}/models", timeout=CONNECT_SECONDS)
+            listed = response.json().get("data") if response.status_code == 200 else None
+        except (httpx.HTTPError, ValueError, AttributeError) as error:
+            problem = type(error).__name__
+            continue
+        if isinstance(listed, list):
+            return url, listed
+        problem = f"status {response.status_code}"
+    raise ProbeFailed(f"{engine.url}/models answers {problem}: is it the base URL of an OpenAI-compatible server?")
+
+
+def max_model_len(models: list[Any], name: str) -> int | None:
+    names = [model.get("id") for model in models if isinstance(model, dict)]
+    if name not in names:
+        raise ProbeFailed(f"the engine does not serve {name!r}; it serves: {', '.join(map(str, names)) or 'nothing'}")
+    found = models[names.index(name)].get("max_model_len")
+    return found if isinstance(found, int) else None
+
+
+async def capture_level(engine: Engine) -> tuple[str, Answer]:
+    """The most that the server accepts to be asked for, and what it answered."""
+    problem: Refused | None = None
+    for level, capture in CAPTURES.items():
+        try:
+            return level, read_answer(await post(engine, request(engine, [USER], **capture)))
+        except Refused as refused:
+            problem = refused
+    raise ProbeFailed(f"a short call fails: {problem}")
+
+
+async def missing(engine: Engine, level: str, answer: Answer, processed: bool | None, temperature: float) -> list[str]:
+    """What keeps the server from level `tokens`."""
+    if level != "tokens":
+        return ["the server refuses to be asked for token ids"]
+    prompt_ids = None if answer.prompt_ids is None else Delta(answer.prompt_ids)
+    record = CallRecord("", 1, "", 0, prompt_ids=prompt_ids, sampled_ids=answer.sampled_ids, logprobs=answer.logprobs)
+    found = [*measured_findings(record), *answer.findings]
+    faults = [finding["detail"] for finding in found if finding["level"] == "fatal"]
+    again = read_answer(await post(engine, request(engine, [USER], **CAPTURES["tokens"])))
+    if again.prompt_ids != answer.prompt_ids:
+        faults.append("the same request gave other prompt ids")
+    if processed is not True and temperature != 1.0:
+        faults.append("log probabilities are raw, which only a temperature of 1 allows")
+    return faults
+
+
+async def is_processed(engine: Engine) -> bool | None:
+    """Twice the temperature halves the gap between the two likeliest tokens, unless the values are raw."""
+    cold, warm = [await first_gap(engine, temperature) for temperature in (1.0, 2.0)]
+    if not cold or not warm:
+        return None
+    ratio = cold / warm
+    return True if abs(ratio - 2) < 2 * TOLERANCE else False if abs(ratio - 1) < TOLERANCE else None
+
+
+async def first_gap(engine: Engine, temperature: float) -> float | None:
+    members = {"temperature": temperature, "logprobs": True, "top_logprobs": 2, "max_completion_tokens": 1}
+    try:
+        choice = (await post(engine, request(engine, [USER], **members)))["choices"][0]
+        one, other = (float(top["logprob"]) for top in choice["logprobs"]["content"][0]["top_logprobs"][:2])
+    except (Refused, KeyError, IndexError, TypeError, ValueError):
+        return None
+    return abs(one - other)
+
+
+async def echo(engine: Engine, first: Answer) -> str:
+    """Whether the next prompt starts with the first one and its reply."""
+    if first.prompt_ids is None or first.sampled_ids is None:
+        return "cannot be followed without ids"
+    reply = {"role": "assistant", "content": first.message.get("content") or ""}
+    try:
+        second = await post(engine, request(engine, [USER, reply, USER], **CAPTURES["tokens"]))
+    except Refused:
+        return "is refused"
+    before, after = [*first.prompt_ids, *first.sampled_ids], second.get("prompt_token_ids") or []
+    common = next(
+        (n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
+    )
+    if common == len(before):
+        return "extends the prompt token by token"
+    return f"breaks the prompt at token {common} of {len(before)}: expect more than one sequence per rollout"
+
+
+async def version_path(engine: Engine) -> str | None:
+    for path in VERSION_PATHS:
+        try:
+            response = await engine.client.get(engine.root + path, timeout=CONNECT_SECONDS)
+            if response.status_code == 200 and version_in(response.json()) is not None:
+                return path
+        except (httpx.HTTPError, ValueError):
+            continue
+    return None
+
+
+async def accepts(engine: Engine, members: Doc) -> bool:
+    return await accepts_messages(engine, [USER], **members)
+
+
+async def accepts_messages(engine: Engine, messages: list[Doc], **members: Any) -> bool:
+    try:
+        await post(engine, request(engine, messages, **members))
+    except Refused:
+        return False
+    return True
+
+
+async def answers(engine: Engine, path: str, body: Doc) -> bool:
+    try:
+        return isinstance((await engine.post(engine.root + path, body)).get("count"), int)
+    except Refused:
+        return False
+
+
+async def post(engine: Engine, body: Doc) -> Doc:
+    return await engine.post(f"{engine.url}/chat/completions", body)

@@ -1,0 +1,92 @@
+"""One run of the recording gateway: the engine is probed, then rollouts and the trainer are served until the end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import resource
+import socket
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from gateway.attempts import Attempts, Budgets
+from gateway.calls import Calls
+from gateway.control import Control
+from gateway.engine import Engine
+from gateway.probe import ProbeFailed, probe
+from gateway.prompt import Policy
+from gateway.recording import RecordingGateway
+from gateway.server import application, serve
+from gateway.store import Store
+from gateway.weights import Weights
+
+DISK_THREADS = 32
+"""Calls that wait for the disk at a time."""
+
+
+class RunFailed(Exception):
+    """One line that says why nothing is served."""
+
+
+class Run:
+    def __init__(self, options: argparse.Namespace, key: str, admin_key: str, upstream_key: str, url: str) -> None:
+        self.options = options
+        self.key = key
+        self.admin_key = admin_key
+        self.upstream_key = upstream_key
+        self.url = url
+
+    async def serve(self, listener: socket.socket, control: socket.socket, ready: Callable[[], None]) -> None:
+        """Until a signal or, if asked, the end of standard input; RunFailed when it cannot begin."""
+        options, secrets = self.options, [self.admin_key, self.upstream_key]
+        engine = Engine(options.upstream, options.model, self.upstream_key)
+        try:
+            purpose = await self.probed(engine)
+            store = opened(options)
+            raise_file_limit()
+            with ThreadPoolExecutor(DISK_THREADS, "disk") as disk:
+                attempts = Attempts(store, self.key, secrets, purpose, budgets(options), disk)
+                policy = Policy(options.temperature, options.template_kwargs, tuple(options.omit_tool))
+                calls = Calls(engine, attempts, Weights(engine), policy, options.retry_grace)
+                served = application(RecordingGateway(engine, attempts, calls))
+                controlled = Control(calls, attempts, self.admin_key, self.url).application()
+                ready()
+                await serve([(served, listener), (controlled, control)], options.exit_with_stdin)
+        finally:
+            await engine.close()
+
+    async def probed(self, engine: Engine) -> str:
+        """The purpose of the run, once the engine is known."""
+        try:
+            engine.capabilities = await probe(engine, self.options.temperature)
+        except ProbeFailed as reason:
+            raise RunFailed(str(reason)) from None
+        level = engine.capabilities.level
+        purpose = self.options.purpose or ("train" if level == "tokens" else "eval")
+        for line in (*engine.capabilities.lines, f"purpose {purpose}"):
+            print(f"gateway: engine {engine.model}: {line}", file=sys.stderr)
+        if purpose == "train" and level != "tokens":
+            found = engine.capabilities.lines[0]
+            raise RunFailed(f"--purpose train needs level tokens, but the engine is at {found}. Use --purpose eval")
+        return purpose
+
+
+def opened(options: argparse.Namespace) -> Store:
+    try:
+        return Store(options.traces)
+    except OSError as error:
+        raise RunFailed(f"--traces {options.traces}: {error.strerror}") from None
+
+
+def budgets(options: argparse.Namespace) -> Budgets:
+    return Budgets(
+        options.max_calls, options.max_sampled_tokens, options.max_context, options.max_wall, options.on_context
+    )
+
+
+def raise_file_limit() -> None:
+    """A connection to the harness, one to the engine and a log per rollout are more than most systems allow."""
+    with contextlib.suppress(ValueError, OSError):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,342 @@
+"""A small real inference server with vLLM's field shapes, which can be told to misbehave. No GPU, no torch.
+
+Its tokenizer is byte-level with two special tokens, its template is ChatML with Hermes tool calls, its sampler follows
+`script`, and its log probabilities are a fixed function of the prefix, divided by the temperature. So everything that
+the gateway records can be computed again from what is here: `Engine.served` is the engine's own log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+Doc = dict[str, Any]
+MODEL = "tiny"
+START, END, WIDE = 256, 257, 258
+SPECIAL = {"<|im_start|>": START, "<|im_end|>": END, "<|wide|>": WIDE}
+NAMES = {START: "<|im_start|>", END: "<|im_end|>", WIDE: "x" * (1 << 20)}
+"""What they decode to. The wide one makes a reply of many megabytes from a few tokens."""
+CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+
+
+def encode(text: str) -> list[int]:
+    ids: list[int] = []
+    for part in re.split(r"(<\|(?:im_start|im_end|wide)\|>)", text):
+        ids += [SPECIAL[part]] if part in SPECIAL else part.encode("utf-8", "surrogatepass")
+    return ids
+
+
+def decode(ids: list[int]) -> str:
+    data = b"".join(NAMES[one].encode() if one in NAMES else bytes([one]) for one in ids)
+    return data.decode("utf-8", "replace")
+
+
+def call_text(name: str, **arguments: Any) -> str:
+    """A tool call as this model writes it."""
+    spelled = json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {spelled}}}\n</tool_call>'
+
+
+@dataclass
+class Served:
+    """One request as the engine saw it."""
+
+    body: Doc
+    prompt_ids: list[int]
+    sampled_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    version: str = ""
+    cancelled: bool = False
+
+
+Script = Callable[[Doc], str]
+
+
+def talk(body: Doc) -> str:
+    return "Nothing to do."
+
+
+@dataclass
+class Engine:
+    """The switches of the server; all may be changed while it runs."""
+
+    url: str = ""
+    script: Script = talk
+    """The reply to a request body, as text of the model, tool calls included."""
+    faults: deque[str] = field(default_factory=deque)
+    """For the next calls, one each: a status, `cut` (the connection breaks), `drop`, `page`, or `` for none."""
+    ids: bool = True
+    logprobs: bool = True
+    raw: bool = False
+    """Log probabilities before temperature."""
+    old: bool = False
+    """Refuses members that OpenAI does not have."""
+    drift: bool = False
+    """Assistant text is rendered without its spaces at the ends, and calls with other ones."""
+    system_anywhere: bool = True
+    tokenizes: bool = True
+    misaligned: bool = False
+    filler: bool = False
+    reasoning: bool = False
+    """Text up to </think> is reasoning."""
+    max_model_len: int = 1 << 20
+    version: str | None = None
+    """Of the weights; told at /get_weight_version when it is not None."""
+    spans: list[Doc] | None = None
+    held: threading.Event = field(default_factory=threading.Event)
+    """Calls wait until it is set."""
+    during: Callable[[], None] = lambda: None
+    """Run in the middle of a call."""
+    served: list[Served] = field(default_factory=list)
+
+    stop: Callable[[], None] = lambda: None
+    """End the server."""
+
+    def __post_init__(self) -> None:
+        self.held.set()
+
+    def reset(self) -> None:
+        """All switches as they are by default."""
+        self.held.set()
+        fresh = Engine(self.url, stop=self.stop)
+        for one in fields(Engine):
+            setattr(self, one.name, getattr(fresh, one.name))
+
+    # --- The template ---------------------------------------------------------------------------------
+
+    def render(self, messages: list[Doc], tools: list[Doc]) -> str:
+        head = f"<|im_start|>tools\n{json.dumps(tools)}<|im_end|>\n" if tools else ""
+        return head + "".join(map(self.turn, messages)) + "<|im_start|>assistant\n"
+
+    def turn(self, message: Doc) -> str:
+        text = str(message.get("content") or "")
+        if self.drift and message["role"] == "assistant":
+            text = text.strip()
+        if self.reasoning and message.get("reasoning"):
+            text = f"{message['reasoning']}</think>{text}"
+        for called in message.get("tool_calls") or ():
+            arguments = json.loads(called["function"]["arguments"])
+            spelled = call_text(called["function"]["name"], **arguments)
+            text += spelled.replace('": ', '":') if self.drift else spelled
+        return f"<|im_start|>{message['role']}\n{text}<|im_end|>\n"
+
+    def refusal(self, body: Doc) -> str | None:
+        roles = [message["role"] for message in body["messages"]]
+        if not self.system_anywhere and "system" in roles[1:]:
+            return "System message must be at the beginning."
+        known = {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "n", "logprobs", "stop"}
+        known |= {"top_logprobs", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"}
+        odd = set(body) - known - {"max_tokens", "max_completion_tokens", "response_format"}
+        return f"Unrecognized request argument supplied: {', '.join(sorted(odd))}" if self.old and odd else None
+
+    # --- The sampler ----------------------------------------------------------------------------------
+
+    def sample(self, served: Served) -> str:
+        """Fill S and L; the finish reason."""
+        asked = served.body.get("max_completion_tokens") or served.body.get("max_tokens")
+        room = self.max_model_len - len(served.prompt_ids)
+        ids = [*encode(self.script(served.body)), END]
+        limit = min(room, asked or room)
+        reason = "length" if len(ids) > limit else "stop"
+        served.sampled_ids = ids[:limit]
+        temperature = 1.0 if self.raw else served.body.get("temperature") or 1.0
+        whole = [*served.prompt_ids, *ids]
+        first = len(served.prompt_ids)
+        served.logprobs = [self.logprob(whole, first + n, temperature) for n in range(len(served.sampled_ids))]
+        return reason
+
+    @staticmethod
+    def logprob(ids: list[int], position: int, temperature: float) -> float:
+        """A fixed function of the position and the few ids before it."""
+        seen = (position, *ids[max(position - 8, 0) : position])
+        return -(1 + zlib.crc32(str(seen).encode()) % 1000) / 1000 / temperature
+
+    def completion(self, served: Served, reason: str) -> Doc:
+        body, ids = served.body, served.sampled_ids
+        text = decode(ids[:-1] if reason == "stop" else ids)
+        message = self.parse(text, bool(body.get("tools")))
+        if message.get("tool_calls") and reason == "stop":
+            reason = "tool_calls"
+        choice: Doc = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": None}
+        usage = {"prompt_tokens": len(served.prompt_ids), "completion_tokens": len(ids)}
+        value = {"id": "chatcmpl-0", "object": "chat.completion", "created": 1, "model": MODEL, "choices": [choice]}
+        value["usage"] = {**usage, "total_tokens": sum(usage.values())}
+        if self.logprobs and body.get("logprobs"):
+            choice["logprobs"] = {"content": self.logprob_content(served)}
+        if self.ids and body.get("return_token_ids"):
+            value["prompt_token_ids"], choice["token_ids"] = served.prompt_ids, ids
+        if self.spans is not None:
+            value["weight_versions"] = self.spans
+        return value
+
+    def logprob_content(self, served: Served) -> list[Doc]:
+        spell = served.body.get("return_tokens_as_token_ids") and self.ids
+        scale = 1.0 if self.raw else served.body.get("temperature") or 1.0
+        content = []
+        for number, logprob in zip(served.sampled_ids, served.logprobs, strict=True):
+            token = f"token_id:{number}" if spell else decode([number])
+            one: Doc = {
+                "token": token,
+                "logprob": -9999.0 if self.filler else logprob,
+                "bytes": None,
+                "top_logprobs": [],
+            }
+            if served.body.get("top_logprobs"):
+                one["top_logprobs"] = [
+                    {"token": "a", "logprob": -0.5 / scale},
+                    {"token": "b", "logprob": -1.75 / scale},
+                ]
+            content.append(one)
+        return content[:-1] if self.misaligned else content
+
+    def parse(self, text: str, tools: bool) -> Doc:
+        message: Doc = {"role": "assistant", "content": text, "tool_calls": []}
+        if self.reasoning and "</think>" in text:
+            message["reasoning"], _, text = text.partition("</think>")
+            message["content"] = text
+        found = CALL.findall(text) if tools else []
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            for number, one in enumerate(json.loads(call) for call in found):
+                function = {"name": one["name"], "arguments": json.dumps(one["arguments"], ensure_ascii=False)}
+                call_id = f"chatcmpl-tool-{len(self.served)}-{number}"
+                message["tool_calls"].append({"id": call_id, "type": "function", "function": function})
+            if found:
+                message["content"] = text[: text.index("<tool_call>")] or None
+        return message
+
+    # --- The routes -----------------------------------------------------------------------------------
+
+    async def chat(self, http: Request) -> Response:
+        body = json.loads(await http.body())
+        if (problem := self.refusal(body)) is not None:
+            return error(400, problem)
+        served = Served(
+            body, encode(self.render(body["messages"], body.get("tools") or [])), version=self.version or ""
+        )
+        if (too_long := self.overflow(served)) is not None:
+            return error(400, too_long)
+        self.served.append(served)
+        fault = self.faults.popleft() if self.faults else ""
+        if fault.isdigit():
+            return error(int(fault), f"told to answer {fault}")
+        if fault == "page":
+            return Response("<html>welcome</html>", media_type="text/html")
+        self.during()
+        if not self.held.is_set() and not await self.wait(http, served):
+            return Response(status_code=499)
+        value = self.completion(served, self.sample(served))
+        return stream(value) if body.get("stream") else JSONResponse(value)
+
+    def overflow(self, served: Served) -> str | None:
+        length, asked = len(served.prompt_ids), served.body.get("max_completion_tokens") or 0
+        if length + max(asked, 1) <= self.max_model_len:
+            return None
+        return (
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+            f"{length + asked} tokens ({length} in the messages, {asked} in the completion)."
+        )
+
+    async def wait(self, http: Request, served: Served) -> bool:
+        """Until released; False when the client hung up, as vLLM notices it."""
+        while not self.held.is_set():
+            if await http.is_disconnected():
+                served.cancelled = True
+                return False
+            await asyncio.sleep(0.005)
+        return True
+
+    async def tokenize(self, http: Request) -> Response:
+        body = json.loads(await http.body())
+        ids = encode(self.render(body["messages"], body.get("tools") or []))
+        return JSONResponse({"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids})
+
+    async def models(self, http: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": MODEL, "max_model_len": self.max_model_len}]})
+
+    async def weight_version(self, http: Request) -> Response:
+        return JSONResponse({"weight_version": self.version}) if self.version is not None else error(404, "Not Found")
+
+    def application(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/get_weight_version", self.weight_version),
+        ]
+        if self.tokenizes:
+            routes.append(Route("/tokenize", self.tokenize, methods=["POST"]))
+        return Starlette(routes=routes)
+
+
+def error(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "BadRequestError", "code": status}}, status)
+
+
+def stream(value: Doc) -> Response:
+    """The completion as chunks: a role, the content, a reason, the usage."""
+    choice = value["choices"][0]
+    message = choice["message"]
+    calls = [{"index": index, **called} for index, called in enumerate(message["tool_calls"])]
+    deltas = [({"role": "assistant", "content": ""}, None), ({"content": message["content"]}, None)]
+    deltas += [({"tool_calls": calls}, None)] if calls else []
+    deltas.append(({}, choice["finish_reason"]))
+
+    async def chunks() -> Any:
+        head = {**value, "object": "chat.completion.chunk"}
+        usage = head.pop("usage")
+        for delta, reason in deltas:
+            yield chunk({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
+        yield chunk({**head, "choices": [], "usage": usage})
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(chunks(), media_type="text/event-stream")
+
+
+def chunk(value: Doc) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+class Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def engine(**switches: Any) -> Iterator[Engine]:
+    """A running engine, in a thread of this process."""
+    made = Engine(**switches)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(512)
+        made.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        server = Server(
+            uvicorn.Config(made.application(), lifespan="off", ws="none", log_config=None, access_log=False)
+        )
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+
+        def stop() -> None:
+            made.held.set()
+            server.should_exit = server.force_exit = True
+            thread.join()
+
+        made.stop = stop
+        thread.start()
+        try:
+            yield made
+        finally:
+            stop()
