@@ -28,7 +28,8 @@ from core.sandbox.workspace import OWN_PLACE
 
 ROOT = Path(__file__).parents[1]
 WORKERS = 3  # most tests wait for processes, so more than there are cores
-LANDLOCK_TOO = ("tests/test_kill.py", "tests/test_network.py")  # they start Landlock sandboxes, or end those of others
+# What these try runs the same code under both backends: with Landlock it is left to -m slow, but for one row.
+SLOW_UNDER_LANDLOCK = ("tests/test_hostile_cli.py", "tests/test_sandbox_limits.py", "tests/test_harnesses.py")
 NO_NETWORK = {"access": "disabled"}
 HOSTED = {"type": "openai_hosted", "network": NO_NETWORK}
 SHELL = {"x_agents_core": {"harness": "shell"}}
@@ -385,12 +386,23 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process runs a file's tests, and one all that start Landlock sandboxes: a machine has one /workspace."""
+    """One process runs a file's tests, and one all that start Landlock sandboxes: a machine has one /workspace. So their
+    names hold that word, in the test's or in a parameter's."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "landlock" if "landlock" in nodeid or file in LANDLOCK_TOO else file
+            return "landlock" if "landlock" in nodeid else nodeid.partition("::")[0]
 
     return ByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if (
+            "landlock" in item.nodeid
+            and item.nodeid.startswith(SLOW_UNDER_LANDLOCK)
+            and "test_oracle" not in item.nodeid
+        ):
+            item.add_marker(pytest.mark.slow)

@@ -428,5 +428,7 @@ def test_polling_and_streaming_reach_the_same_state(core: Core) -> None:
     polled, turn = core.run("echo hi")
     ids = {"id", "session_id", "agent_id", "created_at", "started_at", "completed_at"}
     streamed = {name: value for name, value in events[-2]["turn"].items() if name not in ids}
-    assert streamed == {name: value for name, value in turn.to_dict().items() if name not in ids}
+    read = {name: value for name, value in turn.to_dict().items() if name not in ids}
+    assert {type(shown["x_agents_core"].pop("timings")["preparing_s"]) for shown in (streamed, read)} == {float}
+    assert streamed == read
     assert core.sessions.retrieve(polled.id).status == events[-1]["session"]["status"]

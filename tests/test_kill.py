@@ -235,7 +235,7 @@ def test_the_end_of_the_server_ends_all_sandboxes(backend: str, user: str, how: 
 
 
 @pytest.mark.parametrize("user", ["root", "unprivileged"])
-def test_a_sandbox_whose_supervisor_was_killed_is_gone_all_the_same(user: str) -> None:
+def test_a_landlock_sandbox_whose_supervisor_was_killed_is_gone_all_the_same(user: str) -> None:
     with core_of(user, "--sandbox", "landlock") as core:
         session, namespaces = stubborn(core, "sleeping")
         os.kill(launchers(core)[1], signal.SIGKILL)
@@ -245,7 +245,7 @@ def test_a_sandbox_whose_supervisor_was_killed_is_gone_all_the_same(user: str) -
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may replace a link in /")
-def test_there_is_one_workspace_and_a_killed_servers_is_taken_over() -> None:
+def test_landlock_has_one_workspace_and_a_killed_servers_is_taken_over() -> None:
     same = "print(json.dumps(os.path.realpath('/workspace') == os.getcwd()))"
     serve = [sys.executable, "-m", "core", "serve", "--sandbox", "landlock"]
     with core_of("root", "--sandbox", "landlock") as core:
@@ -263,7 +263,7 @@ def test_there_is_one_workspace_and_a_killed_servers_is_taken_over() -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may make something in /")
 @pytest.mark.parametrize("kind", ["directory", "link"])
-def test_a_workspace_that_is_somebody_elses_is_left_alone(kind: str, tmp_path: Path) -> None:
+def test_landlock_leaves_a_workspace_alone_that_is_somebody_elses(kind: str, tmp_path: Path) -> None:
     workspace = Path("/workspace")
     BOXES.stop("landlock")
     workspace.mkdir() if kind == "directory" else workspace.symlink_to(tmp_path)
@@ -372,7 +372,7 @@ def run_core(python: tuple[str, ...], *arguments: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can take namespaces away")
-def test_the_doctor_names_the_mechanism_that_holds() -> None:
+def test_the_doctor_names_bubblewrap_or_landlock_as_it_holds() -> None:
     done = run_core(HOSTS_WITHOUT["container"]["root"], "doctor")
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
     assert done.returncode == 3 and "Landlock" in lines["sandbox"] and lines["sandbox"].startswith("ok")
@@ -383,7 +383,7 @@ def test_the_doctor_names_the_mechanism_that_holds() -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can take namespaces away")
 @pytest.mark.parametrize(("command", "printed"), [("serve", "stderr"), ("doctor", "stdout")])
-def test_with_neither_there_is_one_line_that_names_both_reasons(command: str, printed: str) -> None:
+def test_with_neither_bubblewrap_nor_landlock_one_line_names_both_reasons(command: str, printed: str) -> None:
     """An ordinary user in a container that has no link at /workspace."""
     done = run_core(HOSTS_WITHOUT["container"]["unprivileged"], command)
     lines = [line for line in getattr(done, printed).splitlines() if "bubblewrap" in line]
@@ -406,7 +406,7 @@ def test_without_landlock_there_is_one_line_that_says_what_is_needed() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root's sandboxes have user ids of their own")
-def test_data_where_sandboxes_cannot_reach_it_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_data_where_landlock_sandboxes_cannot_reach_it_is_refused_in_one_line(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     done = run_core((sys.executable,), "serve", "--sandbox", "landlock", "--data", str(tmp_path / "data"))
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and "chmod o+x" in done.stderr

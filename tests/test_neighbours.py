@@ -89,6 +89,7 @@ def watch_answers(core: Core, session_ids: list[str]) -> Iterator[float]:
             time.sleep(0.05)
 
 
+@pytest.mark.weaker("sandboxes run one after the other")
 def test_an_honest_sandbox_finishes_beside_hostile_ones(box: Core) -> None:
     hostile = Neighbourhood(box, ["fork bomb", "memory", "big file", "output"])
     session = box.shell(HONEST)
