@@ -386,8 +386,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process runs a file's tests, and one all that start Landlock sandboxes: a machine has one /workspace. So their
-    names hold that word, in the test's or in a parameter's."""
+    """One process runs a file's tests, and one all that start Landlock sandboxes: a machine has one /workspace.
+
+    The names of those hold that word, the test's or a parameter's.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
