@@ -62,7 +62,7 @@ def write_tasks(folder: Path, names: Iterable[str] = ("t",), expected: str = '{"
 
 
 def command(folder: Path, arguments: str) -> list[str]:
-    out = [] if "--out" in arguments else ["--out", str(folder / "out.jsonl")]
+    out = [] if "--out" in arguments or "--resume" in arguments else ["--out", str(folder / "out.jsonl")]
     once = [] if "--retries" in arguments else ["--retries", "0"]
     return [sys.executable, str(SCRIPT), "--tasks", str(folder / "tasks"), *out, *once, *arguments.split()]
 
@@ -381,6 +381,36 @@ def test_deployment_that_is_not_there(tmp_path: Path) -> None:
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=False)
     ended = finished(tmp_path, done.returncode, done.stdout, done.stderr)
     assert (ended.code, ended.line["status"], ended.line["reward"]) == (3, "error", None)
+
+
+# --- Clocks that jump -------------------------------------------------------------------------
+
+JUMPING = """
+import time
+real, calls = time.time, [0]
+def jumping(*given):
+    calls[0] += 1
+    return real() + (3600, -3600, 30 * 365 * 86400)[calls[0] % 3]
+time.time = jumping
+gmtime = time.gmtime
+time.gmtime = lambda *given: gmtime(*(given or (jumping(),)))
+"""
+
+
+def test_a_wall_clock_that_jumps_moves_no_deadline(tmp_path: Path) -> None:
+    """R10: an hour on, an hour back, thirty years on, at each look."""
+    write_tasks(tmp_path, ["ends", "hangs"])
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(JUMPING)
+    scripts = {"Solve hangs.": Script(turn_seconds=FOREVER)}
+    clock = {"PYTHONPATH": str(tmp_path / "clock")}
+    done, _ = run(tmp_path, Script(turn_seconds=0.3), "--timeout 2", scripts, **clock)
+    found = {line["task"]: line for line in done.lines}
+    assert (found["ends"]["status"], found["hangs"]["status"]) == ("completed", "timeout")
+    assert 0.3 <= found["ends"]["duration_s"] < found["hangs"]["duration_s"] and found["hangs"]["duration_s"] >= 2
+    assert all(seconds is None or seconds >= 0 for line in done.lines for seconds in line["timings"].values())
+    again, _ = run(tmp_path, Script(), f"--resume {tmp_path / 'out.jsonl'}", **clock)
+    assert again.code == 0 and again.lines == done.lines and again.out == done.out
 
 
 # --- Interruption -----------------------------------------------------------------------------
