@@ -8,14 +8,16 @@ output file, and the run ends with a Markdown table.
 
     python3 rl_eval.py                                      five tasks, codex, the scripted policy oracle
     python3 rl_eval.py --harness codex --harness claude_sdk --samples 2
+    python3 rl_eval.py --resume runs/20260101T000000Z.jsonl go on with what a run still owes
     python3 rl_eval.py --check                              are the tasks themselves sound?
     MODEL_API_KEY=... python3 rl_eval.py --model my-policy \\
         --model-base-url 'http://127.0.0.1:9000/rollouts/{rollout_id}/v1'
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python3 rl_eval.py --model some-model
 
 Invariants: nothing is created before all input is checked; a session is deleted whatever happened before;
-reward is null when nothing was measured and 0.0 when the policy did not earn it; no output holds a key.
-Left out: how a session is run, grading by programs, running again what ended in an error.
+reward is null when nothing was measured and 0.0 when the policy did not earn it; the output file is the only
+state of a run, each line an attempt, and a rollout is settled by its first line with a reward; no output holds
+a key. Left out: how a session is run, grading by programs, and all that is shown (the room `report/`).
 """
 
 from __future__ import annotations
@@ -27,27 +29,47 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import signal
-import stat
 import sys
 import time
 import unicodedata
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
+
+from report.record import (
+    AGENT_REASONS,
+    Book,
+    Journal,
+    Json,
+    Refused,
+    Result,
+    at,
+    differences,
+    forced_before,
+    is_number,
+    keep_secret,
+    parse_strictly,
+    plain,
+    say,
+    to_line,
+)
 
 if TYPE_CHECKING or "asyncio" in sys.modules:
     import asyncio
+
+    from core.embedded import Services
 else:  # loaded at its first use, because --help must not pay 90 ms for it
     _spec = importlib.util.find_spec("asyncio")
     _spec.loader = importlib.util.LazyLoader(_spec.loader)
     asyncio = sys.modules["asyncio"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(asyncio)
 
-Json = dict[str, Any]
 T = TypeVar("T")
 
 # --- Constants ------------------------------------------------------------------------------------------
@@ -69,15 +91,17 @@ SCRIPTED = ("oracle", "nop")
 MAX_FILES, MAX_FILE_BYTES, MAX_FILES_BYTES = 50, 5 << 20, 10 << 20  # what a session accepts
 MAX_PATH_BYTES, MAX_ID_CHARS = 4096, 128
 MAX_ANSWER_BYTES = 1 << 20
-MAX_TEXT_CHARS, MAX_DEPTH = 256 << 10, 100  # of one text and of nesting in a recorded item
-# Numbers match within one part in RELATIVE of the expected one, or one part in ABSOLUTE of 1. Whole
-# numbers, so that comparing is exact for integers of any size.
-RELATIVE, ABSOLUTE = 10**6, 10**9
+# Numbers match within RELATIVE of the expected one, or within ABSOLUTE. Both as a ratio of whole numbers, so
+# that comparing is exact for integers of any size.
+RELATIVE, ABSOLUTE = (1, 10**6), (1, 10**9)
 
 # Failures that are the policy's own. A failed turn that names none of them measured nothing.
 POLICY_CLASSES = ("model", "budget")
 POLICY_CODES = ["context_length_exceeded", "max_output_tokens", "session_budget_exceeded"]
 POLICY_CODES += ["cyber_policy", "misalignment_policy_violation"]
+# Failures that another attempt would meet again.
+LASTING_CODES = ["authentication_error", "invalid_request", "resource_not_found", "usage_limit_exceeded"]
+LASTING_CODES += ["billing_not_active", "credit_balance_exhausted"]
 ENDED = ("completed", "failed", "cancelled")
 
 FIRST_POLL, POLL_GROWTH, LAST_POLL = 0.2, 1.5, 4.0  # seconds, as all that follow
@@ -88,8 +112,22 @@ SETTLE_SECONDS = 30.0  # from an accepted cancel to a turn that has ended
 HURRY_SECONDS = 1.0  # what cleaning up may still take after a second Ctrl-C
 START_SECONDS = 60.0
 USAGE_PAUSES = (0.5, 1.0, 2.0, 4.0)  # some deployments fill usage in seconds after the turn
+FIRST_RETRY, LAST_RETRY = 0.5, 60.0  # between attempts, doubled each time
+CUT, CUT_SECONDS = 0.8, 5.0  # a deployment without room: of the number in flight, once in these seconds
+CALM_SECONDS = 10.0  # without a refusal: the number grows faster
 
 # --- Words (no dataclasses: importing them costs --help 20 ms) -------------------------------------------
+
+
+Tolerance = tuple[tuple[int, int], tuple[int, int]]  # relative, absolute
+
+
+class Rules(NamedTuple):
+    """What `task.json` may say: how the task is graded, and in what time it is to be solved."""
+
+    fraction: bool = False  # the share of right keys is earned; else all or nothing
+    tolerances: Mapping[str, Tolerance] = MappingProxyType({})  # by key of expected.json
+    timeout: float | None = None  # seconds; None: the run's
 
 
 class Task(NamedTuple):
@@ -100,6 +138,8 @@ class Task(NamedTuple):
     expected: Json
     files: tuple[tuple[str, Path], ...]  # path below /workspace; where its content is read, late
     solution: str | None  # bash text of the reference solution
+    rules: Rules = Rules()
+    digest: str = ""  # of all of the above
 
 
 class Pair(NamedTuple):
@@ -120,40 +160,6 @@ class Rollout(NamedTuple):
     pair: Pair
     sample: int
     input: str
-
-
-class Result:
-    """What became of a rollout: one line of the output, its members in this order."""
-
-    def __init__(self, rollout_id: str, task: str, harness: str, model: str, sample: int, **known: Any) -> None:
-        self.rollout_id, self.task, self.harness, self.model, self.sample = rollout_id, task, harness, model, sample
-        self.session_id: str | None = None
-        self.status = "error"  # completed, failed, cancelled, timeout, error
-        self.reward: float | None = None  # 1.0, 0.0, None when nothing was measured
-        self.answer: Any = None
-        self.duration_s = 0.0  # from the create request until all but the deletion was done
-        self.usage: Json | None = None
-        self.items: list[Any] = []
-        self.error: str | None = None
-        self.turn_id: str | None = None
-        self.group_id = ""
-        self.started_at = ""  # UTC, ISO 8601
-        vars(self).update(known)
-
-    def note(self, message: str) -> None:
-        self.error = f"{self.error}; {message}" if self.error else message
-
-    def fail(self, message: str, status: str = "error") -> None:
-        self.status, self.reward = status, None
-        self.note(message)
-
-
-class Refused(Exception):
-    """The run cannot start: one line, an exit code (2: usage), and nothing was created."""
-
-    def __init__(self, message: str, code: int = 2) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 # --- Tasks ----------------------------------------------------------------------------------------------
@@ -186,7 +192,7 @@ def check_ids(names: Iterable[str]) -> None:
 
 def load_task(path: Path) -> Task:
     """Load one task folder. Raises Refused, naming the task and what is wrong with it."""
-    name, solution = "instruction.md", path / "solution.sh"
+    name, solution, rules = "instruction.md", path / "solution.sh", path / "task.json"
     try:
         if not (instruction := (path / name).read_text("utf-8-sig")).strip() or "\0" in instruction:
             raise ValueError("no text")
@@ -196,10 +202,50 @@ def load_task(path: Path) -> Task:
             raise ValueError("not an object with at least one key")
         name = "solution.sh"
         script = solution.read_text("utf-8") if solution.exists() else None
+        name = "task.json"
+        settings = parse_rules(parse_strictly(rules.read_bytes()), expected) if rules.exists() else Rules()
         name = "files"
-        return Task(path.name, instruction, expected, tuple(find_files(path / name)), script)
+        files = tuple(find_files(path / name))
+        contents = [(n, sha256(p.read_bytes()).hexdigest()) for n, p in files]
+        parts = [instruction, json.dumps(expected), script, settings, *contents]
+        return Task(path.name, instruction, expected, files, script, settings, digest_of(parts))
     except (OSError, ValueError) as error:
         raise Refused(f"task {path.name!r}: {name}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def parse_rules(given: Any, expected: Json) -> Rules:
+    """What task.json says. Raises ValueError, naming the member."""
+    if not isinstance(given, dict) or (unknown := sorted(set(given) - {"grade", "tolerances", "timeout"})):
+        raise ValueError(f"unknown member {unknown[0]!r}" if isinstance(given, dict) else "not an object")
+    if (kind := given.get("grade", "binary")) not in ("binary", "fraction"):
+        raise ValueError('grade must be "binary" or "fraction"')
+    timeout, tolerances = given.get("timeout"), given.get("tolerances", {})
+    if timeout is not None and not (is_number(timeout) and 0 < timeout < 1e8):
+        raise ValueError("timeout must be a positive number of seconds")
+    if not isinstance(tolerances, dict) or not set(tolerances) <= set(expected):
+        raise ValueError("tolerances must be an object of tolerances by key of expected.json")
+    return Rules(kind == "fraction", {key: parse_tolerance(key, tolerances[key]) for key in tolerances}, timeout)
+
+
+def parse_tolerance(key: str, given: Any) -> Tolerance:
+    """{"relative": number, "absolute": number}, one of them at least; the other keeps its default."""
+    good = isinstance(given, dict) and given and set(given) <= {"relative", "absolute"}
+    if not good or not all(is_number(value) and value >= 0 for value in given.values()):
+        raise ValueError(f'tolerances: {key!r} must be {{"relative": number, "absolute": number}}')
+    relative, absolute = given.get("relative"), given.get("absolute")
+    return (
+        RELATIVE if relative is None else relative.as_integer_ratio(),
+        ABSOLUTE if absolute is None else absolute.as_integer_ratio(),
+    )
+
+
+def digest_of(parts: Iterable[Any]) -> str:
+    """Of values whose repr tells all of them, in order, such that no two lists look alike."""
+    whole = sha256()
+    for part in parts:
+        text = repr(part)
+        whole.update(f"{len(text)}:{text}".encode("utf-8", "surrogatepass"))
+    return whole.hexdigest()[:16]
 
 
 def find_files(root: Path) -> list[tuple[str, Path]]:
@@ -255,8 +301,9 @@ def make_plan(run_id: str, tasks: list[Task], pairs: list[Pair], samples: int) -
     return [make_rollout(run_id, task, pair, n, task.instruction) for task, pair, n in places]
 
 
-def session_body(rollout: Rollout, endpoint: tuple[str, str] | None, files: list[Json]) -> Json:
-    """The create request's arguments. `endpoint`: a base URL, perhaps with {rollout_id}, and its key."""
+def session_body(rollout: Rollout, number: int, endpoint: tuple[str, str] | None, files: list[Json]) -> Json:
+    """The create request's arguments for attempt `number`. `endpoint`: a base URL, perhaps with {rollout_id}, and
+    its key."""
     pair, names = rollout.pair, {"run_id": rollout.run_id, "rollout_id": rollout.id}
     agent: Json = {} if pair.model is None else {"model": pair.model}
     if pair.harness is not None:
@@ -265,12 +312,13 @@ def session_body(rollout: Rollout, endpoint: tuple[str, str] | None, files: list
         "agent": agent,
         "input": rollout.input,
         "environment": {"type": "openai_hosted", "files": files, "network": {"access": "disabled"}},
-        "metadata": {**names, "group_id": rollout.group_id, "sample": str(rollout.sample)},
-        # The suffix numbers the attempts at this rollout: another attempt is another session.
-        "extra_headers": {"Idempotency-Key": f"{rollout.id}-1"},
+        "metadata": {**names, "group_id": rollout.group_id, "sample": str(rollout.sample), "attempt": str(number)},
+        # Another attempt is another session; the same one, sent again also by a later process, is the same session.
+        "extra_headers": {"Idempotency-Key": f"{rollout.id}-{number}"},
     }
     if endpoint and pair.protocol:
-        base_url = endpoint[0].replace("{rollout_id}", rollout.id)
+        # A gateway keeps the calls of attempts apart by this suffix.
+        base_url = endpoint[0].replace("{rollout_id}", rollout.id if number == 1 else f"{rollout.id}~{number}")
         bundle = {"protocol": pair.protocol, "base_url": base_url, "api_key": endpoint[1]}
         body["extra_body"] = {"x_agents_core": {"model_provider": bundle}}
     return body
@@ -279,7 +327,7 @@ def session_body(rollout: Rollout, endpoint: tuple[str, str] | None, files: list
 # --- Grading --------------------------------------------------------------------------------------------
 
 
-def grade(expected: Json, data: bytes) -> tuple[float, Any, str]:
+def grade(expected: Json, data: bytes, rules: Rules = Rules()) -> tuple[float, Any, str]:  # noqa: B008 immutable
     """Compare an answer's bytes. Returns reward, parsed answer or None, and why it is not 1.0."""
     if len(data) > MAX_ANSWER_BYTES:
         return 0.0, None, f"larger than {MAX_ANSWER_BYTES} bytes"
@@ -287,212 +335,44 @@ def grade(expected: Json, data: bytes) -> tuple[float, Any, str]:
         answer = parse_strictly(data)
     except ValueError as error:
         return 0.0, None, str(error)
+    reward, reason = compare(expected, answer, rules)
+    return reward, answer, reason
+
+
+def compare(expected: Json, answer: Any, rules: Rules) -> tuple[float, str]:
+    """Reward of a parsed answer, and why it is not 1.0."""
     if not isinstance(answer, dict):
-        return 0.0, answer, "not a JSON object"
-    for key, value in expected.items():
-        if key not in answer or not matches(value, answer[key]):
-            return 0.0, answer, f"{'wrong' if key in answer else 'no'} value for {key!r}"
-    return 1.0, answer, ""
+        return 0.0, "not a JSON object"
+    default = RELATIVE, ABSOLUTE
+    wrong = [
+        f"{'wrong' if key in answer else 'no'} value for {key!r}"
+        for key, value in expected.items()
+        if key not in answer or not matches(value, answer[key], rules.tolerances.get(key, default))
+    ]
+    share = (len(expected) - len(wrong)) / len(expected)
+    return (share if rules.fraction else float(share == 1.0)), (wrong or [""])[0]
 
 
-def matches(expected: Any, actual: Any) -> bool:
+def matches(expected: Any, actual: Any, tolerance: Tolerance) -> bool:
     """Whether a value is as expected. Recursion goes no deeper than the expected value does."""
     if expected is None or isinstance(expected, bool) or actual is None or isinstance(actual, bool):
         return actual is expected
     if isinstance(expected, (int, float)):
-        return isinstance(actual, (int, float)) and close(expected, actual)
+        return isinstance(actual, (int, float)) and close(expected, actual, tolerance)
     if isinstance(expected, str):
         return isinstance(actual, str) and expected.strip() == actual.strip()
     if isinstance(expected, list):
         same = isinstance(actual, list) and len(actual) == len(expected)
-        return same and all(matches(e, a) for e, a in zip(expected, actual, strict=True))
-    return isinstance(actual, dict) and all(k in actual and matches(v, actual[k]) for k, v in expected.items())
+        return same and all(matches(e, a, tolerance) for e, a in zip(expected, actual, strict=True))
+    same = isinstance(actual, dict) and set(expected) <= set(actual)
+    return same and all(matches(value, actual[key], tolerance) for key, value in expected.items())
 
 
-def close(expected: float, actual: float) -> bool:
+def close(expected: float, actual: float, tolerance: Tolerance) -> bool:
     """Equal, within the relative tolerance, or within the absolute floor."""
-    (a, b), (c, d) = expected.as_integer_ratio(), actual.as_integer_ratio()
+    (a, b), (c, d), ((p, q), (r, s)) = expected.as_integer_ratio(), actual.as_integer_ratio(), tolerance
     gap = abs(a * d - c * b)  # the difference, times b * d
-    return gap * RELATIVE <= abs(a) * d or gap * ABSOLUTE <= b * d
-
-
-def parse_strictly(data: bytes) -> Any:
-    """Parse JSON as a grader must. Raises ValueError.
-
-    Refused: what is not UTF-8 (one leading byte-order mark is ignored), a duplicate key, a number that is
-    not finite or has over 4,300 digits (Python's own limit), nesting too deep to be parsed.
-    """
-
-    def finite(text: str) -> float:
-        if not math.isfinite(value := float(text)):
-            raise ValueError(f"{text[:20]} is not finite")
-        return value
-
-    def unique(pairs: list[tuple[str, Any]]) -> Json:
-        if len(value := dict(pairs)) < len(pairs):
-            raise ValueError("a duplicate key")
-        return value
-
-    try:
-        text = data.decode("utf-8").removeprefix("\ufeff")
-        hooks: Json = {"parse_float": finite, "parse_constant": finite, "object_pairs_hook": unique}
-        return json.loads(text, **hooks)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {str(error)[:200]}") from None
-
-
-# --- What goes out: strict, redacted, harmless to a terminal --------------------------------------------
-
-SECRETS: list[str] = []  # in all their forms
-
-
-def keep_secret(secret: str) -> None:
-    """Have a key redacted from now on, also in base64 or URL-encoded."""
-    if len(secret) >= 8:  # a shorter one is a dummy such as "none", and would eat plain words
-        coded = base64.b64encode(secret.encode()).decode()
-        forms = {secret, quote(secret, safe=""), coded.rstrip("="), coded[: len(secret) // 3 * 4]}
-        SECRETS[:] = sorted({*SECRETS, *forms}, key=len, reverse=True)
-
-
-def redact(text: str) -> str:
-    for secret in SECRETS:
-        text = text.replace(secret, "[redacted]")
-    return text
-
-
-def plain(text: str, limit: int = 500) -> str:
-    """One line that a terminal cannot take for anything but text."""
-    text = redact(text)
-    text = text if len(text) <= limit else text[:limit] + "..."
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def say(text: str, stream: Any = None) -> None:
-    """Print to stderr or `stream`. A reader that has gone away costs no rollout."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=stream or sys.stderr, flush=True)
-
-
-def strict(value: Any, marks: list[Json], limit: float = math.inf, path: str = "", depth: int = 0) -> Any:
-    """A copy that strict JSON can hold, without secrets. What else was altered goes to `marks`."""
-    if isinstance(value, str):
-        text = redact(value)
-        if len(text) <= limit:
-            return text
-        raw, half = text.encode("utf-8", "surrogatepass"), int(limit // 2)
-        marks.append({"path": path, "why": "cut", "bytes": len(raw), "sha256": sha256(raw).hexdigest()})
-        return f"{text[:half]}\n[{len(text) - 2 * half} characters cut]\n{text[-half:]}"
-    if isinstance(value, float) and not math.isfinite(value):
-        marks.append({"path": path, "why": "not a JSON number"})
-        return str(value)
-    if isinstance(value, (dict, list)) and depth > MAX_DEPTH:
-        marks.append({"path": path[:200], "why": "nested too deep"})
-        return None
-    if isinstance(value, list):
-        return [strict(v, marks, limit, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
-    if isinstance(value, dict):
-        return {redact(k): strict(v, marks, limit, f"{path}.{k}", depth + 1) for k, v in value.items()}
-    return value
-
-
-def strict_item(item: Any) -> Any:
-    """An item as the API returned it; if something had to be altered, `x_rl_eval` says what."""
-    marks: list[Json] = []
-    copy = strict(item, marks, MAX_TEXT_CHARS)
-    return {**copy, "x_rl_eval": {"altered": marks[:20]}} if marks and isinstance(copy, dict) else copy
-
-
-def to_line(result: Result) -> bytes:
-    """The record as a line of strict ASCII JSON: no NaN, no raw surrogate, no secret."""
-    record: Json = {**vars(result), "items": []}
-    record = {**strict(record, []), "items": [strict_item(item) for item in result.items]}
-    return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
-
-
-class Journal:
-    """The output file: whole lines, appended, never over an existing file. Raises OSError."""
-
-    def __init__(self, path: Path) -> None:
-        # A device such as /dev/null is there already, and holds nothing.
-        device = path.exists() and stat.S_ISCHR(path.stat().st_mode)
-        flags = os.O_WRONLY | os.O_APPEND | (0 if device else os.O_CREAT | os.O_EXCL)
-        self.path, self.size, self.fd = path, 0, os.open(path, flags, 0o644)
-
-    def append(self, line: bytes) -> None:
-        """Write a line, or leave the file as it was."""
-        written = 0
-        try:
-            while written < len(line):
-                written += os.write(self.fd, line[written:])
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self.fd, self.size)
-            raise
-        self.size += len(line)
-
-    def close(self) -> None:
-        """Close the file; one that holds nothing is removed."""
-        os.close(self.fd)
-        if not self.size and self.path.is_file():
-            self.path.unlink()
-
-
-# --- Statistics -----------------------------------------------------------------------------------------
-
-
-def pass_at_k(n: int, c: int, k: int) -> float | None:
-    """Chance that k of n samples, of which c are right, hold a right one; None if k > n or k < 1.
-
-    The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), equation 1.
-    """
-    return None if not 1 <= k <= n else 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of what is known, whatever its order; None if nothing is."""
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
-
-
-def summarise(results: list[Result], ks: Iterable[int]) -> list[Json]:
-    """One row per harness and model, sorted, by column. A mean is None when nothing was scored.
-
-    In pass@k every task weighs the same; it is a mean and the share of the tasks that could enter it, those
-    with at least k scored samples.
-    """
-    rows = []
-    for harness, model in sorted({(r.harness, r.model) for r in results}):
-        mine = [r for r in results if (r.harness, r.model) == (harness, model)]
-        scored, statuses = [r for r in mine if r.reward is not None], [r.status for r in mine]
-        by_task: dict[str, list[float | None]] = {r.task: [] for r in mine}
-        for r in scored:
-            by_task[r.task].append(r.reward)
-        row: Json = {"harness": harness, "model": model, "rollouts": len(mine), "scored": len(scored)}
-        row["mean reward"] = mean(r.reward for r in scored)
-        for k in sorted(set(ks)):
-            each = [pass_at_k(len(rewards), rewards.count(1.0), k) for rewards in by_task.values()]
-            row[f"pass@{k}"] = mean(each), (len(each) - each.count(None), len(each))
-        row |= {"errors": statuses.count("error"), "timeouts": statuses.count("timeout")}
-        rows.append({**row, "mean duration (s)": mean(r.duration_s for r in scored)})
-    return rows
-
-
-def markdown(rows: list[Json]) -> str:
-    """The rows as a Markdown table. A pass@k that not every task could enter says how many did."""
-    from tabulate import tabulate
-
-    def cell(value: Any, digits: int = 3) -> str:
-        if isinstance(value, tuple):
-            mean, (entered, tasks) = value
-            return cell(mean) + (f" ({entered}/{tasks} tasks)" if 0 < entered < tasks else "")
-        if isinstance(value, str):
-            return plain(value).replace("|", "\\|")
-        return "n/a" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
-
-    body = [[cell(value, 1 if name.endswith("(s)") else 3) for name, value in row.items()] for row in rows]
-    align = ["left", "left"] + ["right"] * (len(rows[0]) - 2) if rows else None
-    head = list(rows[0]) if rows else ["harness", "model", "rollouts"]
-    return tabulate(body, head, tablefmt="github", disable_numparse=True, colalign=align)
+    return gap * q <= abs(a) * d * p or gap * s <= b * d * r
 
 
 # --- The Agents API, as plain JSON ----------------------------------------------------------------------
@@ -505,6 +385,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.wait, self.sent = status, wait, sent  # wait: seconds that the server asked for
         self.transient = status is None or status in (408, 429) or status >= 500
+        self.code, self.full = "", status == 429  # full: there is no room; it is to be waited for
 
 
 def api_error(error: Any) -> ApiError:
@@ -515,10 +396,18 @@ def api_error(error: Any) -> ApiError:
     if status is None:
         sent = type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout")
         return ApiError(f"no answer: {error or type(error).__name__}", sent=sent)
-    body = body if isinstance(body, dict) else {}
-    message = f"HTTP {status} {body.get('code') or ''}: {str(body.get('message') or error)[:1000]}"
+    code = str(at(body, "code") or "")
+    message = f"HTTP {status} {code}: {str(at(body, 'message') or error)[:1000]}"
     wait = error.response.headers.get("retry-after", "")
-    return ApiError(message.replace(" :", ":"), status, min(float(wait), 120.0) if wait.isdecimal() else 0.0)
+    seconds = min(float(wait), 120.0) if wait.isdecimal() else 0.0
+    told = ApiError(message.replace(" :", ":"), status, seconds)
+    told.code, told.full = code, status == 429 or (status == 503 and (code == "execution_unavailable" or bool(wait)))
+    return told
+
+
+def place_of(session: Json) -> tuple[Any, Any]:
+    """Rollout and attempt that a session was made for."""
+    return at(session, "metadata", "rollout_id"), at(session, "metadata", "attempt")
 
 
 class Api:
@@ -528,8 +417,11 @@ class Api:
     and building models costs more than the rest of a request.
     """
 
-    def __init__(self, client: Any) -> None:
-        self.client, sessions = client, client.beta.agents.sessions
+    def __init__(self, client: Any, deployment: Json) -> None:
+        from openai.resources.beta.agents.sessions import AsyncSessions
+
+        # As client.beta.agents.sessions, which would import all of beta first: half a second.
+        self.client, sessions, self.deployment = client, AsyncSessions(client), deployment
         self.sessions, self.events = sessions.with_raw_response, sessions.events.with_raw_response
         self.turns, self.items = sessions.turns.with_raw_response, sessions.items.with_raw_response
         self.artifacts = sessions.artifacts.with_raw_response
@@ -537,8 +429,9 @@ class Api:
 
     async def send(self, method: Callable[..., Awaitable[Any]], *args: str, **members: Any) -> Json:
         try:
-            answer = (await method(*args, timeout=REQUEST_SECONDS, **members)).content
-            value = json.loads(answer.decode("utf-8", "replace") or "{}")
+            answer = await method(*args, timeout=REQUEST_SECONDS, **members)
+            self.deployment.setdefault("version", answer.headers.get("openai-version"))
+            value = json.loads(answer.content.decode("utf-8", "replace") or "{}")
             return value if isinstance(value, dict) else json.loads("")
         except Exception as error:
             raise api_error(error) from None
@@ -558,7 +451,7 @@ class Api:
                 found.append(element)
                 if until and until(element):
                     return found
-            cursor = (page.get("data") or [{}])[-1].get("id") or page.get("last_id")
+            cursor = at((page.get("data") or [None])[-1], "id") or page.get("last_id")
             if not page.get("has_more") or cursor in (None, after.get("after")):
                 return found
             after = {"after": cursor}
@@ -568,13 +461,19 @@ class Api:
         found = await self.list(method, *args, until=wanted)
         return found[-1] if found and wanted(found[-1]) else None
 
-    async def find_session(self, rollout_id: str) -> Json | None:
+    async def find_session(self, rollout_id: str, number: int) -> Json | None:
         """By metadata, in the unfiltered list: a deployment's filtered lists may lag behind."""
 
         def ours(session: Json) -> bool:
-            return bool((session.get("metadata") or {}).get("rollout_id") == rollout_id)
+            return place_of(session) == (rollout_id, str(number))
 
         return await self.newest(ours, self.sessions.list)
+
+    async def sessions_of(self, run_id: str) -> Sequence[Json]:
+        """What is left of a run on the deployment."""
+        filtered = partial(self.sessions.list, extra_query={"metadata[run_id]": run_id})
+        found = await patiently(self.list, filtered)
+        return [session for session in found if at(session, "metadata", "run_id") == run_id]
 
     async def cancel(self, session_id: str) -> None:
         await self.send(self.events.create, session_id, events=[{"type": "agent.session.input.cancel"}])
@@ -594,11 +493,8 @@ class Api:
         return bytes(data)
 
 
-async def patiently(request: Callable[..., Awaitable[T]], *args: Any, full: bool = False) -> T:
-    """Repeat a request with growing, jittered pauses while its error is transient, for a minute.
-
-    full: wait for a deployment without room as long as it takes.
-    """
+async def patiently(request: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """Repeat a request with growing, jittered pauses while its error is transient, for a minute."""
     from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
     give_up, growing = time.monotonic() + TROUBLE_SECONDS, wait_random_exponential(multiplier=0.2, max=8.0)
@@ -606,83 +502,211 @@ async def patiently(request: Callable[..., Awaitable[T]], *args: Any, full: bool
     def error_of(state: Any) -> Any:
         return state.outcome.exception()
 
-    def late(state: Any) -> bool:
-        waits = full and error_of(state).status in (429, 503)
-        return not waits and time.monotonic() + float(state.upcoming_sleep) > give_up
-
     retrying = AsyncRetrying(
         retry=retry_if_exception(lambda error: isinstance(error, ApiError) and error.transient),
         wait=lambda state: 0.1 + max(growing(state), error_of(state).wait),
-        stop=late,
+        stop=lambda state: time.monotonic() + float(state.upcoming_sleep) > give_up,
         reraise=True,
     )
     return await retrying(request, *args)
 
 
+class Pace:
+    """How many rollouts may be in flight, and how soon the next create request may be sent.
+
+    The number is cut when the deployment says that it has no room, at most once in a while, and grows back by one for
+    as many creations as it allows; after a time without refusals, by one for each. Who is refused steps back, so that
+    the number holds for all.
+    """
+
+    def __init__(self, most: int, rate: float | None) -> None:
+        self.most, self.allowed = most, float(most)
+        self.gap, self.next_creation = (1.0 / rate if rate else 0.0), 0.0
+        self.inside, self.cut_at = 0, -math.inf
+        self.queue: list[asyncio.Future[None]] = []
+
+    async def enter(self) -> None:
+        while self.inside >= int(self.allowed):
+            self.queue.append(turn := asyncio.get_running_loop().create_future())
+            await turn
+        self.inside += 1
+
+    def leave(self) -> None:
+        self.inside -= 1
+        self.wake()
+
+    def wake(self) -> None:
+        for _ in range(min(len(self.queue), int(self.allowed) - self.inside)):
+            if not (turn := self.queue.pop(0)).done():
+                turn.set_result(None)
+
+    async def creation(self) -> None:
+        """Wait until the next create request may be sent; also one that is sent again counts."""
+        now = time.monotonic()
+        begin = max(now, self.next_creation)
+        self.next_creation = begin + self.gap
+        await asyncio.sleep(begin - now)
+
+    def cut(self, error: ApiError) -> None:
+        """There was no room: fewer from now on."""
+        now = time.monotonic()
+        if now - self.cut_at >= max(CUT_SECONDS, error.wait):
+            self.allowed, self.cut_at = max(1.0, self.allowed * CUT), now
+
+    async def step_back(self, seconds: float) -> None:
+        """Wait outside, and enter again."""
+        self.leave()
+        await asyncio.sleep(seconds)
+        await self.enter()
+
+    def accepted(self) -> None:
+        calm = time.monotonic() - self.cut_at > CALM_SECONDS
+        self.allowed = min(float(self.most), self.allowed + (1.0 if calm else 1 / self.allowed))
+        self.wake()
+
+
+def pause_after(tries: int, asked: float = 0.0) -> float:
+    """Seconds before another try: doubled each time, jittered, and no less than the other side asked for."""
+    growing = min(LAST_RETRY, FIRST_RETRY * 2.0 ** min(tries, 10))
+    return max(asked, growing) * (1.0 + 0.25 * os.urandom(1)[0] / 255)
+
+
 # --- One rollout ----------------------------------------------------------------------------------------
+
+
+MARKS = ("started", "ended", "settled", "graded")  # each ends a phase
 
 
 class Attempt:
     """What is known of a rollout's session while it runs."""
 
-    def __init__(self, rollout: Rollout) -> None:
-        self.rollout, self.session_id = rollout, ""
+    def __init__(self, rollout: Rollout, number: int) -> None:
+        self.rollout, self.number, self.session_id = rollout, number, ""
+        self.session: Json = {}
         self.creating: asyncio.Future[Json] | None = None  # not interrupted: its session would be lost
         self.doubtful = False  # a create request may have made a session that is not known
         self.turn: Json = {}  # the latest root turn
         self.started = False  # it left the queue: from then on time is the policy's
         self.failure: str | None = None  # why the session failed without any turn
         self.trouble: ApiError | None = None  # why the latest request failed
+        self.inside = False  # it counts as in flight
+        self.began = time.monotonic()  # when the create request that was answered was sent
+        self.marks: dict[str, float] = {}  # when phases ended, monotonic
+
+    def mark(self, phase: str) -> None:
+        self.marks.setdefault(phase, time.monotonic())
 
     @property
     def ended(self) -> bool:
         return self.failure is not None or self.turn.get("status") in ENDED
 
+    def timings(self) -> dict[str, float | None]:
+        """Seconds per phase, None for one that was not reached. Preparing is told by some deployments alone."""
+        told = at(self.turn, "x_agents_core", "timings", "preparing_s")
+        preparing = float(told) if is_number(told) else None
+        found: dict[str, float | None] = {"queued": None, "preparing": preparing}
+        last = self.began
+        for phase, mark in zip(("queued", "running", "settling", "grading"), MARKS, strict=True):
+            found[phase] = round(self.marks[mark] - last, 3) if mark in self.marks else None
+            last = self.marks.get(mark, last)
+        if found["queued"] is not None and preparing is not None:
+            found["queued"] = round(max(0.0, found["queued"] - preparing), 3)
+        return found
 
-async def run_rollout(rollout: Rollout, api: Api, sweep: Sweep) -> Result:
-    """Run one rollout, from its create request to its deleted session: all its side effects.
+
+async def run_attempt(rollout: Rollout, number: int, api: Api, sweep: Sweep) -> Result:
+    """Run one attempt at a rollout, from its create request to its deleted session: all its side effects.
 
     Raises nothing: an interruption is a result, too.
     """
     result = Result(rollout.id, rollout.task.id, *labels(rollout.pair), rollout.sample, group_id=rollout.group_id)
+    result.run_id, result.attempt, result.task_digest = rollout.run_id, number, rollout.task.digest
+    result.options, result.deployment = sweep.options, api.deployment
     result.started_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    attempt, began, cancelled = Attempt(rollout), time.monotonic(), False
+    timeout = rollout.task.rules.timeout or sweep.timeout
+    attempt, cancelled = Attempt(rollout, number), False
     try:
+        await create(api, attempt, sweep)
         try:
-            await asyncio.wait_for(reach_end(api, attempt, sweep), sweep.timeout)
+            await asyncio.wait_for(reach_end(api, attempt, sweep), attempt.began + timeout - time.monotonic())
         except asyncio.TimeoutError:
             cancelled = await stop_turn(api, attempt)
-        judge(result, attempt, sweep.timeout if cancelled else None)
+        attempt.mark("settled")
+        judge(result, attempt, timeout if cancelled else None, sweep.book.agent_failures(rollout.id))
         if result.status == "completed":
             await grade_answer(api, attempt, result)
+        attempt.mark("graded")
         await read_record(api, attempt, result)
     except asyncio.CancelledError:
         result.fail(sweep.failure or "interrupted", "error" if sweep.failure else "cancelled")
     except ApiError as error:
         result.fail(str(error))
+        # What made no session was refused, or tried for long: another attempt would be no other.
+        lasting = not attempt.session and error.status != 409
+        result.failure = {"code": None, "class": "deployment", "reason": "not_created" if lasting else "unavailable"}
     except Exception as error:  # a bug here, or in grading one task, must not end the other rollouts
         result.fail(f"{type(error).__name__}: {error}")
     finally:
-        result.duration_s = round(time.monotonic() - began, 3)
+        result.duration_s = round(time.monotonic() - attempt.began, 3)
+        result.timings, result.resolved = attempt.timings(), resolved(attempt.session)
         if leak := await sweep.clean_up(release(api, attempt)):
             result.note(leak)
+        if attempt.inside:
+            sweep.pace.leave()
         result.session_id, result.turn_id = attempt.session_id or None, attempt.turn.get("id")
+        result.attempt = attempt.number
+        result.final = result.reward is not None
     return result
 
 
-async def reach_end(api: Api, attempt: Attempt, sweep: Sweep) -> None:
-    """Create the session and poll until its turn has ended, or it failed without one."""
+def resolved(session: Json) -> Json:
+    """Harness and model as the session reads them; null where a deployment does not tell."""
+    return {"harness": at(session, "agent", "x_agents_core", "harness"), "model": at(session, "agent", "model")}
+
+
+async def create(api: Api, attempt: Attempt, sweep: Sweep) -> None:
+    """Create the session, once there is room for it, and see that it has no network."""
     files = [
         {"type": "inline", "path": WORKSPACE + name, "data": base64.b64encode(path.read_bytes()).decode()}
         for name, path in attempt.rollout.task.files
     ]
-    body = session_body(attempt.rollout, sweep.endpoint, files)
-    session = await patiently(create_once, api, attempt, body, full=True)
-    attempt.session_id = session["id"]
-    network = (session.get("environment") or {}).get("network") or {}
-    if network.get("access") != "disabled" or network.get("allowed_domains"):
+    body = session_body(attempt.rollout, attempt.number, sweep.endpoint, files)
+    await sweep.pace.enter()
+    attempt.inside, tries, give_up = True, 0, math.inf
+    while not attempt.session:
+        try:
+            await sweep.pace.creation()
+            attempt.session = await create_once(api, attempt, body, sweep)
+        except ApiError as error:
+            if error.status == 409 and error.code == "idempotency_conflict":
+                # A process that was killed made this attempt, and its line is lost: this is the next one.
+                attempt.number, attempt.doubtful = attempt.number + 1, False
+                body = session_body(attempt.rollout, attempt.number, sweep.endpoint, files)
+                continue
+            give_up = math.inf if error.full else min(give_up, time.monotonic() + min(TROUBLE_SECONDS, sweep.timeout))
+            if not error.transient or time.monotonic() > give_up:
+                raise
+            pause = pause_after(tries, error.wait)
+            if error.full:
+                sweep.pace.cut(error)
+                sweep.waiting(error, pause)
+                attempt.inside = False
+                await sweep.pace.step_back(pause)
+                attempt.inside = True
+            else:
+                sweep.waiting(error, pause)
+                await asyncio.sleep(pause)
+            tries += 1
+    sweep.pace.accepted()
+    attempt.session_id = attempt.session["id"]
+    network = at(attempt.session, "environment", "network")
+    if at(network, "access") != "disabled" or at(network, "allowed_domains"):
         sweep.halt(reason := f"the deployment does not confirm that network access is disabled: {network}")
-        raise ApiError(reason)
+        raise ApiError(reason, 200)
+
+
+async def reach_end(api: Api, attempt: Attempt, sweep: Sweep) -> None:
+    """Poll until the session's turn has ended, or it failed without one."""
     pause, polls = FIRST_POLL, 0
     while not attempt.ended:
         await asyncio.sleep(pause * (0.8 + 0.4 * os.urandom(1)[0] / 255))
@@ -693,19 +717,22 @@ async def reach_end(api: Api, attempt: Attempt, sweep: Sweep) -> None:
             if not error.transient:
                 raise
             pause = max(pause, error.wait)
+            sweep.waiting(error, pause)
 
 
-async def create_once(api: Api, attempt: Attempt, body: Json) -> Json:
+async def create_once(api: Api, attempt: Attempt, body: Json, sweep: Sweep) -> Json:
     """Send the create request, unless an earlier one whose answer was lost made the session."""
-    if attempt.doubtful and (session := await api.find_session(attempt.rollout.id)):
+    if session := sweep.left.pop((attempt.rollout.id, str(attempt.number)), None):
+        return session  # of a process that was killed
+    if attempt.doubtful and (session := await api.find_session(attempt.rollout.id, attempt.number)):
         return session
-    attempt.doubtful = True
+    before, attempt.doubtful, attempt.began = attempt.doubtful, True, time.monotonic()
     attempt.creating = asyncio.ensure_future(api.send(api.sessions.create, **body))
     try:
         return await asyncio.shield(attempt.creating)
     except ApiError as error:
         # A refusal made nothing. After anything else only the list of sessions can tell.
-        attempt.doubtful = error.sent and (error.status is None or error.status >= 500)
+        attempt.doubtful = before or (error.sent and (error.status is None or error.status >= 500))
         attempt.trouble = error
         raise
 
@@ -713,7 +740,7 @@ async def create_once(api: Api, attempt: Attempt, body: Json) -> Json:
 async def look(api: Api, attempt: Attempt, with_session: bool) -> None:
     """Read the root turn; while there is none, now and then the session: it may have failed."""
     try:
-        turn = await api.newest(lambda t: t.get("subagent_id") is None, api.turns.list, attempt.session_id)
+        turn = await api.newest(lambda t: at(t, "subagent_id") is None, api.turns.list, attempt.session_id)
         if turn is None and with_session:
             session = await api.send(api.sessions.retrieve, attempt.session_id)
             if session.get("status") == "failed":
@@ -724,6 +751,9 @@ async def look(api: Api, attempt: Attempt, with_session: bool) -> None:
     attempt.trouble, attempt.turn = None, turn or attempt.turn
     if attempt.turn.get("started_at") or attempt.turn.get("status") in ("in_progress", "waiting"):
         attempt.started = True
+        attempt.mark("started")
+    if attempt.ended:
+        attempt.mark("ended")
 
 
 async def stop_turn(api: Api, attempt: Attempt) -> bool:
@@ -748,11 +778,19 @@ async def stop_turn(api: Api, attempt: Attempt) -> bool:
     return True
 
 
-def judge(result: Result, attempt: Attempt, timeout: float | None) -> None:
-    """Set status and reward by how the turn ended. `timeout`: after these seconds it was cancelled."""
+def judge(result: Result, attempt: Attempt, timeout: float | None, agent_failures: int) -> None:
+    """Set status and reward by how the turn ended.
+
+    timeout: after these seconds it was cancelled. agent_failures: earlier attempts whose failure an agent can cause.
+    """
     status, kind = attempt.turn.get("status"), failure_class(attempt.turn)
     if status == "failed":
         result.note(f"turn failed: {message_of(attempt.turn)}")
+        code, reason = at(attempt.turn, "error", "code"), at(attempt.turn, "x_agents_core", "failure", "reason")
+        result.failure = {"code": code, "class": kind or None, "reason": reason}
+        if reason in AGENT_REASONS and agent_failures:
+            result.note("an earlier attempt ended like this: it counts as the policy's own doing")
+            kind = "model"
     if timeout is not None:
         result.note(f"the timeout of {timeout:g} s passed and a cancel was sent")
     if status == "completed":
@@ -775,9 +813,9 @@ def judge(result: Result, attempt: Attempt, timeout: float | None) -> None:
 
 def failure_class(turn: Json) -> str:
     """The class of a turn's failure, or "". Without one a bare internal_error measured nothing."""
-    if named := ((turn.get("x_agents_core") or {}).get("failure") or {}).get("class"):
+    if named := at(turn, "x_agents_core", "failure", "class"):
         return str(named)
-    return "model" if (turn.get("error") or {}).get("code") in POLICY_CODES else ""
+    return "model" if at(turn, "error", "code") in POLICY_CODES else ""
 
 
 def message_of(resource: Json) -> str:
@@ -790,16 +828,18 @@ async def grade_answer(api: Api, attempt: Attempt, result: Result) -> None:
     """Find, download and grade the answer that the completed turn left."""
 
     def wanted(artifact: Json) -> bool:
-        return artifact.get("turn_id") == attempt.turn.get("id") and artifact.get("path") == ANSWER_PATH
+        return (at(artifact, "turn_id"), at(artifact, "path")) == (attempt.turn.get("id"), ANSWER_PATH)
 
     artifact = await patiently(api.newest, wanted, api.artifacts.list, attempt.session_id)
     if artifact is None:
         result.reward = 0.0
         return result.note("no answer")
-    data = bytes(MAX_ANSWER_BYTES + 1)  # stands for an answer that is too large to be downloaded
-    if (artifact.get("size_bytes") or 0) <= MAX_ANSWER_BYTES:
+    if (artifact.get("size_bytes") or 0) > MAX_ANSWER_BYTES:  # by its own word: not downloaded
+        data = bytes(MAX_ANSWER_BYTES + 1)
+    else:
         data = await patiently(api.download, attempt.session_id, artifact["id"], MAX_ANSWER_BYTES)
-    result.reward, result.answer, reason = grade(attempt.rollout.task.expected, data)
+    task = attempt.rollout.task
+    result.reward, result.answer, reason = grade(task.expected, data, task.rules)
     if not isinstance(result.answer, dict):
         result.note(f"answer: {reason}")
 
@@ -808,7 +848,7 @@ async def read_record(api: Api, attempt: Attempt, result: Result) -> None:
     """Read the items and the usage; wait for a deployment that fills in usage late."""
     turn, session_id = attempt.turn, attempt.session_id
     # `usage_source` says that the figure, or its absence, is final; a shell script calls no model.
-    final = "usage_source" in (turn.get("x_agents_core") or {}) or attempt.rollout.pair.harness == "shell"
+    final = at(turn, "x_agents_core", "usage_source") is not None or attempt.rollout.pair.harness == "shell"
     try:
         if session_id:
             result.items = await patiently(partial(api.list, api.items.list, session_id, order="asc"))
@@ -817,7 +857,8 @@ async def read_record(api: Api, attempt: Attempt, result: Result) -> None:
                 break
             await asyncio.sleep(pause)
             turn = await patiently(partial(api.send, api.turns.retrieve, turn["id"], session_id=session_id))
-        result.usage = turn.get("usage")
+        used = turn.get("usage"), at(turn, "x_agents_core", "usage_observed")
+        result.usage, result.usage_observed = (value if isinstance(value, dict) else None for value in used)
     except ApiError as error:
         # What is graded stays graded: no agent can undo a loss by items that cannot be read.
         result.note(f"items or usage could not be read: {error}")
@@ -830,10 +871,10 @@ async def release(api: Api, attempt: Attempt) -> str | None:
             with contextlib.suppress(ApiError):
                 attempt.session_id = (await attempt.creating)["id"]
         if not attempt.session_id and attempt.doubtful:
-            found = await patiently(api.find_session, attempt.rollout.id)
+            found = await patiently(api.find_session, attempt.rollout.id, attempt.number)
             attempt.session_id = found["id"] if found else ""
         if attempt.session_id:
-            await patiently(delete_once, api, attempt)
+            await patiently(delete_once, api, attempt.session_id, not attempt.ended)
     except ApiError as error:
         return f"session {attempt.session_id or '(unknown)'} could not be deleted: {error}"
     except asyncio.CancelledError:
@@ -841,13 +882,13 @@ async def release(api: Api, attempt: Attempt) -> str | None:
     return None
 
 
-async def delete_once(api: Api, attempt: Attempt) -> None:
-    """Try once to delete the session; what may still run in it is cancelled first."""
-    if not attempt.ended:
+async def delete_once(api: Api, session_id: str, running: bool) -> None:
+    """Try once to delete a session; what may still run in it is cancelled first."""
+    if running:
         with contextlib.suppress(ApiError):
-            await api.cancel(attempt.session_id)
+            await api.cancel(session_id)
     try:
-        await api.send(api.sessions.delete, attempt.session_id)
+        await api.send(api.sessions.delete, session_id)
     except ApiError as error:
         error.transient = error.transient or error.status == 409  # a conflict ends by itself
         if error.status != 404:
@@ -858,48 +899,74 @@ async def delete_once(api: Api, attempt: Attempt) -> None:
 
 
 class Sweep:
-    """Runs rollouts, a fixed number at a time, and ends them in good order.
+    """Runs rollouts, so many at a time as the deployment bears, and ends them in good order.
 
     halt() starts no more rollouts; interrupt() also cancels those in flight, each of which cleans up and is
     recorded; fail() is an interruption that nobody asked for.
     """
 
-    def __init__(self, timeout: float, concurrency: int, journal: Journal | None = None) -> None:
-        self.timeout, self.concurrency, self.journal = timeout, concurrency, journal
+    def __init__(self, o: argparse.Namespace, options: Json, book: Book, journal: Journal | None = None) -> None:
+        self.timeout, self.retries, self.max_tokens, self.quiet = o.timeout, o.retries, o.max_tokens, o.quiet
+        self.pace = Pace(o.concurrency, o.create_rate)
+        self.options, self.book, self.journal = options, book, journal
         self.endpoint: tuple[str, str] | None = None
-        self.results: list[Result] = []
+        self.left: dict[tuple[str, str], Json] = {}  # sessions of a killed process, by rollout and attempt
+        self.progress: Any = None
         self.failure: str | None = None
         self.halted, self.signals = False, 0
         self.tasks: list[asyncio.Future[Any]] = []
         self.cleanups: set[asyncio.Future[Any]] = set()
 
     async def run(self, plan: list[Rollout], api: Api) -> None:
-        waiting = iter(plan)
+        from report.progress import Progress
+
+        owed = [rollout for rollout in plan if self.book.owes(rollout)]
+        waiting, self.progress = iter(owed), Progress(len(owed), self.pace, self.book, self.quiet)
 
         async def worker() -> None:
             for rollout in waiting:
-                if self.halted:
-                    return
-                self.finish(await run_rollout(rollout, api, self), len(plan))
+                await self.run_rollout(rollout, api)
 
-        workers = [self.interruptible(worker()) for _ in range(min(self.concurrency, len(plan)))]
-        for outcome in await asyncio.gather(*workers, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                raise outcome
+        workers = [self.interruptible(worker()) for _ in range(min(self.pace.most, len(owed)))]
+        with self.progress:
+            for outcome in await asyncio.gather(*workers, return_exceptions=True):
+                if isinstance(outcome, Exception):
+                    raise outcome
 
-    def finish(self, result: Result, planned: int) -> None:
-        """Write and report a rollout, and keep what the table needs: memory must not grow with items."""
+    async def run_rollout(self, rollout: Rollout, api: Api) -> None:
+        """Make attempts until one settles the rollout, or no more are due."""
+        for tries in range(self.retries + 1):
+            if self.halted or self.out_of_tokens():
+                return
+            result = await run_attempt(rollout, self.book.next_attempt(rollout.id), api, self)
+            self.record(result)
+            again = tries < self.retries and worth_retrying(result) and not (self.halted or self.out_of_tokens())
+            self.progress.done(result, again)
+            if not again:
+                return
+            await asyncio.sleep(pause_after(tries))
+
+    def record(self, result: Result) -> None:
+        """Write an attempt, and keep what the table needs: memory must not grow with items."""
         try:
             if self.journal is not None:
                 self.journal.append(to_line(result))
         except OSError as error:
             self.fail(f"cannot write {self.journal and self.journal.path}: {error.strerror}")
-        result.items, result.answer, result.usage = [], None, None
-        self.results.append(result)
-        name = f"{result.task} · {result.harness} · {result.model} · #{result.sample}: {result.status}"
-        reward = "null" if result.reward is None else f"{result.reward:.1f}"
-        tail = f" · {result.error}" if result.error else ""
-        say(plain(f"[{len(self.results)}/{planned}] {name}, reward {reward}, {result.duration_s:.1f} s{tail}"))
+        tokens = result.tokens
+        result.items, result.answer, result.usage_observed, result.timings, result.resolved = [], None, None, {}, {}
+        result.usage = None if tokens is None else {"total_tokens": tokens}
+        self.book.add(result)
+
+    def waiting(self, error: ApiError, seconds: float) -> None:
+        self.progress.waiting(str(error), seconds)
+
+    def out_of_tokens(self) -> bool:
+        """Whether the run's tokens are used up; then no more rollouts start."""
+        spent = self.max_tokens is not None and self.book.tokens >= self.max_tokens
+        if spent:
+            self.halt(f"{self.book.tokens} tokens are used, --max-tokens allows {self.max_tokens}")
+        return spent
 
     def interruptible(self, work: Any) -> asyncio.Future[Any]:
         """Start work that an interruption cancels."""
@@ -939,86 +1006,44 @@ class Sweep:
             loop = asyncio.get_running_loop()
             loop.call_later(HURRY_SECONDS, lambda: [task.cancel() for task in self.cleanups])
 
-    def exit_code(self) -> int:
+    def exit_code(self, plan: list[Rollout]) -> int:
         """130 interrupted; 3 something was not measured; 0 else, whatever the rewards."""
-        ends = [(result.status, result.reward) for result in self.results]
-        unmeasured = ("error", None) in ends or ("timeout", None) in ends
+        unmeasured = any(self.book.owes(rollout) for rollout in plan)
         return 130 if self.signals else 3 if self.failure or unmeasured else 0
+
+
+def worth_retrying(result: Result) -> bool:
+    """Whether another attempt may measure what this one did not."""
+    lasting = at(result.failure, "reason") == "not_created" or at(result.failure, "code") in LASTING_CODES
+    return result.status == "error" and result.reward is None and not lasting
 
 
 # --- The deployment: the embedded one, or the one that OPENAI_BASE_URL names ----------------------------
 
 
-class Embedded:
-    """Core and, for the scripted policies, the gateway: processes that live as long as this one.
-
-    Each has a pipe as its stdin. When it closes, which the kernel does even after a kill -9, they stop and
-    kill all they run. In a session of their own, they get no Ctrl-C of the terminal.
-    """
-
-    def __init__(self, on_exit: Callable[[str], None]) -> None:
-        self.on_exit, self.stopping = on_exit, False
-        self.processes: list[asyncio.subprocess.Process] = []
-        self.watchers: list[asyncio.Future[None]] = []
-
-    async def start(self, name: str, first_line: str = "") -> list[str]:
-        """Start a service; return the base URL and the key that it prints once it listens."""
-        command, pipe = (sys.executable, "-m", name, "serve", "--exit-with-stdin"), asyncio.subprocess.PIPE
-        environment = {k: v for k, v in os.environ.items() if k not in ("MODEL_API_KEY", "OPENAI_API_KEY")}
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, start_new_session=True, cwd=HERE, env=environment
-        )
-        self.processes.append(process)
-        assert process.stdin and process.stdout
-        with contextlib.suppress(ConnectionError):
-            process.stdin.write(first_line.encode())
-            await process.stdin.drain()
-        lines = [await process.stdout.readline(), await process.stdout.readline()]
-        if not all(lines):
-            code = await process.wait()
-            raise Refused(f"the embedded {name} did not start", code if code > 0 else 3)
-        self.watchers.append(asyncio.ensure_future(self.watch(name, process)))
-        return [line.decode().partition("=")[2].strip().strip("'") for line in lines]
-
-    async def watch(self, name: str, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
-        if not self.stopping:
-            self.on_exit(f"the embedded {name} ended with code {code}")
-
-    async def stop(self) -> None:
-        """Close the pipes, and kill what has not ended in time."""
-        self.stopping = True
-        for process in self.processes:
-            assert process.stdin
-            process.stdin.close()
-        for process in self.processes:
-            try:
-                await asyncio.wait_for(process.wait(), SETTLE_SECONDS)
-            except (asyncio.TimeoutError, asyncio.CancelledError):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-
-
 def load_client() -> Any:
-    """Import the client with the part that is used: one to two seconds, once."""
+    """Import the client with the parts that are used: one to two seconds, once."""
     import openai
-    import openai.resources.beta.agents.sessions
+    from openai.resources.beta.agents import sessions
 
+    for name in ("events", "turns", "items", "artifacts"):
+        importlib.import_module(f"{sessions.__name__}.{name}")
     return openai
 
 
-async def connect(plan: list[Rollout], sweep: Sweep, embedded: Embedded | None) -> Api:
+async def connect(plan: list[Rollout], sweep: Sweep, services: Services | None) -> Api:
     """Make the client; meanwhile start the embedded deployment, if there is to be one."""
     loading = asyncio.get_running_loop().run_in_executor(None, load_client)
-    if embedded is None:
+    if services is None:
         openai = await loading
         # The client on aiohttp takes half the CPU per request of the one on httpx, with 64 connections.
-        return Api(openai.AsyncOpenAI(max_retries=0, http_client=openai.DefaultAioHttpClient()))
-    starting = [embedded.start("core")]
+        client = openai.AsyncOpenAI(max_retries=0, http_client=openai.DefaultAioHttpClient())
+        return Api(client, {"base_url": without_secrets(str(client.base_url))})
+    starting = [services.start("core")]
     if scripted := [rollout for rollout in plan if rollout.pair.protocol and sweep.endpoint is None]:
         scripts = {rollout.task.id: rollout.task.solution or "true\n" for rollout in scripted}
         names = {rollout.id: rollout.task.id for rollout in scripted}
-        starting.append(embedded.start("gateway", json.dumps({"scripts": scripts, "rollouts": names}) + "\n"))
+        starting.append(services.start("gateway", json.dumps({"scripts": scripts, "rollouts": names}) + "\n"))
     # Not wait_for around gather: cancelled, that pair reports a CancelledError that nobody retrieved.
     (base_url, key), *gateway = await asyncio.gather(*(asyncio.wait_for(s, START_SECONDS) for s in starting))
     for endpoint in gateway:
@@ -1029,55 +1054,68 @@ async def connect(plan: list[Rollout], sweep: Sweep, embedded: Embedded | None) 
     openai = await loading
     # A proxy that the environment names must not come between this process and its own.
     http = openai.DefaultAioHttpClient(trust_env=False)
-    return Api(openai.AsyncOpenAI(max_retries=0, base_url=base_url, api_key=key, http_client=http))
+    client = openai.AsyncOpenAI(max_retries=0, base_url=base_url, api_key=key, http_client=http)
+    return Api(client, {"base_url": "embedded"})
+
+
+def without_secrets(url: str) -> str:
+    """A URL without user, query and fragment."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 async def run(plan: list[Rollout], sweep: Sweep, embed: bool) -> None:
-    """Connect, run the plan, and stop what was started, whatever happens."""
+    """Connect, run what the plan still owes, and stop what was started, whatever happens."""
+    from core.embedded import ServiceFailed, Services
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, sweep.signalled)
-    embedded, api = (Embedded(sweep.fail) if embed else None), None
+    services, api = (Services(sweep.fail) if embed else None), None
     try:
-        api = await sweep.interruptible(connect(plan, sweep, embedded))
+        api = await sweep.interruptible(connect(plan, sweep, services))
+        if sweep.book.attempts and not embed:
+            await sweep.interruptible(find_left(plan, api, sweep))
         await sweep.run(plan, api)
     except asyncio.CancelledError:
         pass  # interrupted before the first rollout
     except asyncio.TimeoutError:
         raise Refused(f"the embedded deployment did not start in {START_SECONDS:g} s", 3) from None
+    except ServiceFailed as error:
+        raise Refused(str(error), error.code) from None
+    except ApiError as error:
+        raise Refused(f"the deployment does not answer: {error}", 3) from None
     finally:
         if api is not None:
             await sweep.clean_up(api.client.close())
-        if embedded is not None:
-            await sweep.clean_up(embedded.stop())
+        if services is not None:
+            await sweep.clean_up(services.stop())
 
 
-# --- --check --------------------------------------------------------------------------------------------
+async def find_left(plan: list[Rollout], api: Api, sweep: Sweep) -> None:
+    """Find the sessions that a killed process left. One whose attempt is due is gone on with, others are deleted."""
+    due = {(r.id, str(sweep.book.next_attempt(r.id))) for r in plan if sweep.book.owes(r)}
+    due = set() if "forced" in sweep.options else due  # one of another task or model is no session of this rollout
+    for session in await api.sessions_of(plan[0].run_id):
+        if (key := place_of(session)) in due and key not in sweep.left:
+            sweep.left[key] = session
+        else:
+            await patiently(delete_once, api, session["id"], True)
 
 
-def make_check(run_id: str, tasks: list[Task]) -> list[Rollout]:
-    """Two rollouts per task by the `shell` harness: its solution (sample 0) and nothing (sample 1)."""
-    inputs = [(task, n, text) for task in tasks for n, text in enumerate((task.solution, "true"))]
-    return [make_rollout(run_id, task, Pair("shell", None), n, text) for task, n, text in inputs if text]
-
-
-def report_check(tasks: list[Task], results: Iterable[Result]) -> tuple[list[str], int]:
-    """A line per task, one for all, and the exit code: 1 a task is unsound, 3 not measured, 0."""
-    found = {(result.task, result.sample): result for result in results}
-    lines, codes = [], []
-    for task in tasks:
-        problems, code = ([], 0) if task.solution else (["no solution.sh"], 1)
-        for sample, wanted, what in ((0, 1.0, "the solution"), (1, 0.0, "doing nothing")):
-            result = found.get((task.id, sample))
-            if result is not None and result.reward not in (None, wanted):
-                problems.append(f"{what} earned {result.reward}, not {wanted}: {result.error or 'wrong values'}")
-                code = 1
-            elif (result is None or result.reward is None) and (sample or task.solution):
-                problems.append(f"{what} was not measured: {result.error if result else 'not run'}")
-                code = code or 3
-        lines.append(plain(f"{task.id}: {'; '.join(problems) or 'ok'}"))
-        codes.append(code)
-    lines.append(f"{codes.count(0)} of {len(tasks)} tasks are sound")
-    return lines, 1 if 1 in codes else max(codes)
+async def reap(run_id: str) -> int:
+    """Delete what a run left on the deployment. Returns the exit code; raises Refused."""
+    api = await connect([], Sweep(make_parser().parse_args([]), {}, Book()), None)
+    count = 0
+    try:
+        for session in await api.sessions_of(run_id):
+            await patiently(delete_once, api, session["id"], True)
+            count += 1
+    except ApiError as error:
+        raise Refused(f"{count} sessions of run {run_id} deleted, then: {error}", 3) from None
+    finally:
+        await api.client.close()
+    say(plain(f"{count} sessions of run {run_id} deleted"), sys.stdout)
+    return 0
 
 
 # --- Command line ---------------------------------------------------------------------------------------
@@ -1091,51 +1129,122 @@ class Parser(argparse.ArgumentParser):
         raise Refused(f"unknown option or argument; the options are {options}" if unknown else message)
 
 
-def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+def number(kind: type[int] | type[float], least: float, most: float, what: str) -> Callable[[str], float]:
+    """A converter that takes numbers above `least`, and up to `most`."""
+
     def convert(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if 0 < kind(text) < 1e8:
+            if least < kind(text) <= most:
                 return kind(text)
-        raise argparse.ArgumentTypeError(f"must be a positive {'whole ' * (kind is int)}number")
+        raise argparse.ArgumentTypeError(f"must be {what}")
 
     return convert
+
+
+count, seconds = number(int, 0, 1e8, "a positive whole number"), number(float, 0, 1e8, "a positive number")
+share = number(float, -1e-300, 1, "a number from 0 to 1")
+
+
+def counts(text: str) -> list[int]:
+    return [int(count(part)) for part in text.split(",")]
+
+
+def threshold(text: str) -> tuple[int, float]:
+    k, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError("must be K=V, such as 1=0.8")
+    return int(count(k)), share(value)
 
 
 def make_parser() -> Parser:
     about = "Run agent CLIs on tasks in sandboxes without network, grade their answers, report pass@k."
     more = (
         "OPENAI_BASE_URL and OPENAI_API_KEY select a deployment of the Agents API; without them an embedded one is "
-        "started. MODEL_API_KEY is the key for --model-base-url. Exit codes: 0 done, whatever the rewards; 1 --check "
-        "failed; 2 usage; 3 something was not measured; 130 interrupted."
+        "started. MODEL_API_KEY is the key for --model-base-url. Exit codes: 0 done, whatever the rewards; 1 a check "
+        "or a gate failed; 2 usage; 3 something was not measured; 130 interrupted."
     )
     parser = Parser(prog="rl_eval.py", description=about, epilog=more, allow_abbrev=False)
-    add: Any = parser.add_argument
-    names = {"action": "append", "default": [], "metavar": "NAME"}
+    names: Json = {"action": "append", "default": [], "metavar": "NAME"}
+    add: Any = parser.add_argument_group("what runs").add_argument
     add("--harness", **names, help="codex, claude_sdk, pi, opencode or shell; repeatable")
     add("--model", **names, help="repeatable; the embedded policies are oracle and nop")
-    add("--samples", type=positive(int), default=1, metavar="K", help="rollouts per task, harness and model")
-    add("--concurrency", type=positive(int), default=4, metavar="N", help="rollouts in flight (default 4)")
+    add("--samples", type=count, metavar="K", help="rollouts per task, harness and model (default 1)")
     add("--tasks", type=Path, default=Path("tasks"), metavar="DIR", help="task folder (default tasks/)")
     add("--task", **names, help="only the task of this id; repeatable")
-    add("--timeout", type=positive(float), default=900.0, metavar="SECONDS", help="of a rollout (default 900)")
-    add("--out", type=Path, metavar="PATH", help="JSONL file (default runs/<UTC timestamp>.jsonl)")
+    add("--timeout", type=seconds, metavar="SECONDS", help="of a rollout (default 900)")
     add("--model-base-url", metavar="URL", help="your model endpoint; {rollout_id} is filled in per rollout")
     add("--model-protocol", choices=PROTOCOLS, help="its protocol (default: what the harness speaks)")
+    add = parser.add_argument_group("how it runs").add_argument
+    add("--concurrency", type=count, default=4, metavar="N", help="rollouts in flight, at most (default 4)")
+    add("--create-rate", type=seconds, metavar="R", help="sessions created per second, at most")
+    add("--retries", type=number(int, -1, 100, "a whole number"), default=2, metavar="N",
+        help="more attempts after an infrastructure error (default 2)")  # fmt: skip
+    add("--max-tokens", type=count, metavar="N", help="of the run; when used up, no rollout starts")
+    add("--resume", type=Path, metavar="PATH", help="go on with a run's file: what it owes is run and appended")
+    add("--refill", action="store_true", help="with --resume: only what groups lack that have begun")
+    add("--force", action="store_true", help="with --resume: even if tasks or options differ; recorded")
+    add = parser.add_argument_group("what comes out").add_argument
+    add("--out", type=Path, metavar="PATH", help="JSONL file (default runs/<UTC timestamp>.jsonl)")
+    add("--k", type=counts, action="append", metavar="K", help="of pass@k and pass^k; repeatable (default 1, samples)")
+    add("--json", type=Path, metavar="PATH", help="write the summary with every number")
+    add("--junit", type=Path, metavar="PATH", help="write JUnit XML")
+    add("--quiet", action="store_true", help="no progress")
+    add = parser.add_argument_group("gates: exit code 1 if unmet, 3 if too little was scored").add_argument
+    add("--min-reward", type=share, metavar="V", help="mean reward of every harness and model, at least")
+    add("--min-pass", type=threshold, action="append", default=[], metavar="K=V", help="their pass@K, at least")
+    add("--max-error-rate", type=share, metavar="V", help="rollouts that were not scored, at most")
+    add = parser.add_argument_group("instead of a run").add_mutually_exclusive_group().add_argument
+    add("--list", action="store_true", help="the tasks, and what would run")
+    add("--dry-run", action="store_true", help="check everything, run nothing")
     add("--check", action="store_true", help="solutions must earn 1.0, doing nothing 0.0")
+    add("--regrade", type=Path, metavar="PATH", help="grade a file's answers with the tasks as they are now")
+    add("--reap", metavar="RUN", help="delete what a killed run left on the deployment")
     return parser
+
+
+DEFAULTS: Json = {"samples": 1, "timeout": 900.0}
+RECORDED = ("harness", "model", "task", "samples", "timeout", "model_base_url", "model_protocol")
+
+
+def recall_options(o: argparse.Namespace, recorded: Json) -> None:
+    """Fill in what the command line leaves open: as the run was started, else the defaults."""
+    for name in RECORDED:
+        known = [value for value in (recorded.get(name), DEFAULTS.get(name)) if value is not None]
+        if getattr(o, name) in (None, []) and known:
+            setattr(o, name, known[0])
+
+
+def refuse_first(problems: Iterable[tuple[Any, str]]) -> None:
+    """Raise Refused with the message of the first problem that applies."""
+    for applies, message in problems:
+        if applies:
+            raise Refused(message)
 
 
 def check_options(o: argparse.Namespace, embedded: bool) -> None:
     """Refuse what this machine, environment or combination of options cannot do."""
-    url, key, model_key = o.model_base_url, os.environ.get("OPENAI_API_KEY"), os.environ.get("MODEL_API_KEY")
-    packages = ("openai", "aiohttp", "tenacity", "tabulate")
+    packages = ("openai", "aiohttp", "tenacity", "tabulate", "rich")
     missing = ", ".join(name for name in packages if not importlib.util.find_spec(name))
-    problems = [
+    key, chosen = os.environ.get("OPENAI_API_KEY"), o.harness or o.model or o.model_base_url
+    refuse_first([
         (missing, f"missing packages ({missing}): pip install -r requirements.txt"),
         (o.check and not embedded, "--check needs the embedded Core: unset OPENAI_BASE_URL"),
+        (o.reap and embedded, "--reap needs a deployment in OPENAI_BASE_URL: an embedded Core ends with its run"),
         (embedded and sys.platform != "linux", "the embedded Core is for Linux; name a deployment in OPENAI_BASE_URL"),
         (not embedded and not key, "OPENAI_API_KEY must hold the key of the deployment at OPENAI_BASE_URL"),
-        (o.check and (o.harness or o.model or url or o.out), "--check runs the tasks alone: see --help"),
+        (o.check and (chosen or o.out or o.resume), "--check runs the tasks alone: see --help"),
+        ((o.regrade or o.reap) and (chosen or o.resume), "--regrade and --reap run nothing: see --help"),
+        (o.resume and o.out, "--resume appends to the file it names: leave --out away"),
+        ((o.refill or o.force) and not o.resume, "--refill and --force need --resume"),
+        *((path and (path.is_dir() or not path.parent.is_dir()), f"cannot write {path}: no such folder, or it is one")
+          for path in (o.json, o.junit)),
+    ])  # fmt: skip
+
+
+def check_endpoint(o: argparse.Namespace) -> None:
+    """Refuse what contradicts itself, once it is known what was recorded."""
+    url, model_key = o.model_base_url, os.environ.get("MODEL_API_KEY")
+    refuse_first([
         ("" in o.harness + o.model, "--harness and --model need names"),
         ("shell" in o.harness and o.model, "--harness shell takes no --model: it runs the instruction as a script"),
         (o.model_protocol and url is None, "--model-protocol needs --model-base-url"),
@@ -1143,10 +1252,7 @@ def check_options(o: argparse.Namespace, embedded: bool) -> None:
          "or fragment; it may hold {rollout_id}, and its key goes into MODEL_API_KEY"),
         (url is not None and not o.model, "--model-base-url needs --model: the name that the endpoint knows"),
         (url is not None and not model_key, "--model-base-url needs the endpoint's key in MODEL_API_KEY"),
-    ]  # fmt: skip
-    for applies, message in problems:
-        if applies:
-            raise Refused(message)
+    ])  # fmt: skip
 
 
 def is_base_url(url: str) -> bool:
@@ -1183,46 +1289,128 @@ def choose_pairs(options: argparse.Namespace, embedded: bool) -> list[Pair]:
     return pairs
 
 
+def default_path(run_id: str) -> Path:
+    """Where a run is written that names no file. Raises OSError."""
+    (folder := Path("runs")).mkdir(exist_ok=True)
+    path = folder / (run_id.split("-")[0] + ".jsonl")
+    return folder / (run_id + ".jsonl") if path.exists() else path  # another run began in the same second
+
+
 def open_journal(path: Path | None, run_id: str) -> Journal:
     """Create the output file. Raises Refused."""
-    default, second = Path("runs", run_id.split("-")[0] + ".jsonl"), Path("runs", run_id + ".jsonl")
     try:
-        if path is None:
-            default.parent.mkdir(exist_ok=True)
-            path = second if default.exists() else default  # another run began in the same second
-        return Journal(path)
+        return Journal(path := path or default_path(run_id))
     except OSError as error:
-        raise Refused(f"cannot create {path or default}: {error.strerror}") from None
+        raise Refused(f"cannot create {path or 'runs/'}: {error.strerror}") from None
+
+
+def reopen_journal(path: Path, book: Book, read_only: bool) -> Journal | None:
+    """Go on with a file, or only read it: into `book` goes what it holds. Raises Refused."""
+    journal = None
+    try:
+        if read_only:
+            with path.open("rb") as file:
+                book.read(file)
+        else:
+            journal = Journal(path, book)
+    except OSError as error:
+        raise Refused(f"cannot go on with {path}: {error.strerror}") from None
+    for problem in book.problems:
+        say(plain(f"rl_eval: {path}, {problem}"))
+    if len({result.run_id for result in book.every}) > 1:
+        raise Refused(f"{path} holds lines of more than one run")
+    return journal
+
+
+def new_run_id() -> str:
+    return time.strftime("%Y%m%dT%H%M%SZ-", time.gmtime()) + os.urandom(2).hex()
 
 
 def start(arguments: list[str] | None) -> int:
-    """Check all input, run, report. Returns the exit code; raises Refused."""
-    options = make_parser().parse_args(arguments)
+    """Check all input, do what is asked for. Returns the exit code; raises Refused."""
+    o = make_parser().parse_args(arguments)
     embedded = not os.environ.get("OPENAI_BASE_URL")
     for name in ("MODEL_API_KEY", "OPENAI_API_KEY"):
         keep_secret(os.environ.get(name, ""))
-    check_options(options, embedded)
-    pairs = [] if options.check else choose_pairs(options, embedded)
-    tasks = load_tasks(options.tasks, options.task)
-    run_id = time.strftime("%Y%m%dT%H%M%SZ-", time.gmtime()) + os.urandom(2).hex()
-    sweep = Sweep(options.timeout, options.concurrency)
-    if options.check:
-        asyncio.run(run(make_check(run_id, tasks), sweep, embedded))
-        lines, code = report_check(tasks, sweep.results)
-        say("\n".join(lines), sys.stdout)
-        return 130 if sweep.signals else code
-    if options.model_base_url is not None:
-        sweep.endpoint = options.model_base_url, os.environ["MODEL_API_KEY"]
-    elif unsolved := [t.id for t in tasks if t.solution is None and any(pair.model == "oracle" for pair in pairs)]:
+    check_options(o, embedded)
+    if o.reap:
+        return asyncio.run(reap(o.reap))
+    if o.regrade:
+        from report.regrade import regrade
+
+        return regrade(o.regrade, load_tasks(o.tasks, o.task), o)
+    book, journal = Book(), None
+    if o.resume:
+        journal = reopen_journal(o.resume, book, read_only=o.list or o.dry_run)
+        if book.latest is None:
+            say(plain(f"rl_eval: {o.resume} holds no rollout yet: a new run, with the options given here"))
+    recall_options(o, book.latest.options if book.latest else {})
+    check_endpoint(o)
+    pairs, tasks = ([] if o.check else choose_pairs(o, embedded)), load_tasks(o.tasks, o.task)
+    if o.check:
+        return check(tasks, o, embedded)
+    by_oracle = o.model_base_url is None and any(pair.model == "oracle" for pair in pairs)
+    if by_oracle and (unsolved := [task.id for task in tasks if task.solution is None]):
         raise Refused(f"task {unsolved[0]!r} has no solution.sh for the scripted policy oracle to run")
-    plan, sweep.journal = make_plan(run_id, tasks, pairs, options.samples), open_journal(options.out, run_id)
-    say(plain(f"rl_eval: run {run_id}, {len(plan)} rollouts, to {sweep.journal.path}"))
+    options = {name: getattr(o, name) for name in RECORDED} | {"tasks": len(tasks)}
+    if (differing := differences(book, options, tasks)) and not o.force:
+        raise Refused(f"{o.resume} is of another run: {'; '.join(differing[:5])} (--force goes on all the same)")
+    if forced := forced_before(book) + differing:
+        options["forced"] = forced
+    run_id = book.latest.run_id if book.latest else new_run_id()
+    plan = make_plan(run_id, tasks, pairs, o.samples)
+    if o.refill:
+        begun = {result.group_id for result in book.outcomes if result.reward is not None}
+        plan = [rollout for rollout in plan if rollout.group_id in begun]
+    if not plan:
+        raise Refused("nothing to run: no group of the run has begun" if o.refill else "nothing to run")
+    if o.list or o.dry_run:
+        from report.plan import show_plan
+
+        return show_plan(tasks, plan, book, every_task=o.list)
+    return sweep_plan(o, plan, Sweep(o, options, book, journal or open_journal(o.out, run_id)), embedded)
+
+
+def check(tasks: list[Task], o: argparse.Namespace, embedded: bool) -> int:
+    """Run each task's solution (sample 0) and nothing (sample 1) by the `shell` harness. Returns the exit code."""
+    from report.check import report_check
+
+    inputs = [(task, n, text) for task in tasks for n, text in enumerate((task.solution, "true"))]
+    run_id, shell = new_run_id(), Pair("shell", None)
+    plan = [make_rollout(run_id, task, shell, n, text) for task, n, text in inputs if text]
+    sweep = Sweep(o, {}, Book())
+    asyncio.run(run(plan, sweep, embedded))
+    lines, code = report_check(tasks, sweep.book.outcomes)
+    say("\n".join(lines), sys.stdout)
+    return 130 if sweep.signals else code
+
+
+def sweep_plan(o: argparse.Namespace, plan: list[Rollout], sweep: Sweep, embedded: bool) -> int:
+    """Run what is owed and report the whole run. Returns the exit code; raises Refused."""
+    journal, owed = sweep.journal, sum(map(sweep.book.owes, plan))
+    assert journal is not None
+    if o.model_base_url is not None:
+        sweep.endpoint = o.model_base_url, os.environ["MODEL_API_KEY"]
+    done = f", {len(plan) - owed} of them done" if sweep.book.attempts else ""
+    say(plain(f"rl_eval: run {plan[0].run_id}, {len(plan)} rollouts{done}, to {journal.path}"))
     try:
-        asyncio.run(run(plan, sweep, embedded))
+        if owed:
+            asyncio.run(run(plan, sweep, embedded))
     finally:
-        sweep.journal.close()
-    say(markdown(summarise(sweep.results, (1, options.samples))), sys.stdout)
-    return sweep.exit_code()
+        journal.close()
+    from report.summary import report
+
+    code = report(o, sweep.book, sweep.exit_code(plan), plan, ended_well=not sweep.failure and not sweep.signals)
+    if any(map(sweep.book.owes, plan)) and journal.size:
+        say(plain(f"rl_eval: to go on: {resume_command(o, journal.path)}", 4000))
+    return code
+
+
+def resume_command(o: argparse.Namespace, path: Path) -> str:
+    """How to go on: what the file does not record is said again, where it was not left to the default."""
+    kept = [(name, getattr(o, name)) for name in ("tasks", "concurrency", "create_rate", "retries")]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in kept if value != make_parser().get_default(name)]
+    return shlex.join([sys.executable, sys.argv[0], "--resume", str(path), *words])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -1239,4 +1427,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sys.modules["rl_eval"] = sys.modules["__main__"]  # for `report`, which must see this module and no second one
     sys.exit(main())

@@ -19,11 +19,16 @@ import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+import report.record
 import rl_eval
-from rl_eval import Json, Pair, Refused, Result, Task
+from report import ci, statistics
+from report.record import Json, Refused, Result
+from report.table import markdown
+from rl_eval import Pair, Task
 
 BUNDLED = ["failed-logins", "inventory-bug", "orders-json", "salaries-sqlite", "sales-by-region"]
 
@@ -132,7 +137,7 @@ def test_pass_at_k_equals_exact_enumeration(n: int) -> None:
     for right, k in itertools.product(range(n + 1), range(1, n + 1)):
         draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
         exact = Fraction(sum(map(any, draws)), len(draws))
-        assert rl_eval.pass_at_k(n, right, k) == pytest.approx(float(exact), abs=1e-12)
+        assert statistics.pass_at_k(n, right, k) == pytest.approx(float(exact), abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ def test_pass_at_k_equals_exact_enumeration(n: int) -> None:
     [(4, 1, 4, 1.0), (0, 0, 1, None), (3, 3, 4, None), (3, 3, 0, None), (5, 0, 5, 0.0), (200, 100, 100, 1.0)],
 )
 def test_pass_at_k_at_the_edges(n: int, c: int, k: int, estimate: float | None) -> None:
-    assert rl_eval.pass_at_k(n, c, k) == (None if estimate is None else pytest.approx(estimate))
+    assert statistics.pass_at_k(n, c, k) == (None if estimate is None else pytest.approx(estimate))
 
 
 def result(task: str, reward: float | None, status: str = "completed", **members: Any) -> Result:
@@ -150,7 +155,7 @@ def result(task: str, reward: float | None, status: str = "completed", **members
 def test_summary_counts_and_averages() -> None:
     results = [result("a", 1.0), result("a", 0.0), result("b", 0.0), result("b", 0.0)]
     results += [result("c", 0.0, "timeout"), result("c", None, "error"), result("d", None, "cancelled")]
-    (row,) = rl_eval.summarise(results, {1, 2})
+    (row,) = statistics.summarise(results, {1, 2})
     assert (row["rollouts"], row["scored"], row["errors"], row["timeouts"]) == (7, 5, 1, 1)
     assert row["mean reward"] == pytest.approx(0.2)
     assert row["pass@1"] == (pytest.approx(0.5 / 3), (3, 4))
@@ -160,37 +165,241 @@ def test_summary_counts_and_averages() -> None:
 def test_summary_does_not_depend_on_the_order_of_completion() -> None:
     results = [result(t, r) for t in "abc" for r in (0.0, 1.0, 1.0, None)]
     results += [Result("r", "a", "claude_sdk", "m", 0, status="error")]
-    summary = rl_eval.summarise(results, {1, 4})
+    summary = statistics.summarise(results, {1, 4})
     assert all(
-        rl_eval.summarise(order, {4, 1}) == summary
+        statistics.summarise(order, {4, 1}) == summary
         for order in (results[::-1], sorted(results, key=lambda r: str(r.reward)))
     )
 
 
 def test_tasks_weigh_the_same_whatever_was_scored() -> None:
     """R15."""
-    (row,) = rl_eval.summarise([result("a", 1.0)] + [result("b", 0.0)] * 7, {1})
+    (row,) = statistics.summarise([result("a", 1.0)] + [result("b", 0.0)] * 7, {1})
     assert row["pass@1"] == (0.5, (2, 2))
 
 
 def test_nothing_scored_is_not_zero() -> None:
     """T4."""
-    table = rl_eval.markdown(rl_eval.summarise([result("a", None, "error")] * 3, {1, 8}))
-    assert table.count("n/a") == 4 and "0.000" not in table
+    table = markdown(statistics.summarise([result("a", None, "error")] * 3, {1, 8}), {1, 8})
+    assert table.splitlines()[2].count("n/a") == 6 and "0.000" not in table.splitlines()[2]
 
 
 def test_table_says_how_many_tasks_entered_and_is_markdown() -> None:
     results = [result("a", 1.0), result("a", 0.0), result("b", 1.0), result("b", None, "error")]
-    head, _, line = rl_eval.markdown(rl_eval.summarise(results, {1, 2})).splitlines()
+    head, _, line, *_ = markdown(statistics.summarise(results, {1, 2}), {1, 2}).splitlines()
     columns = [cell.strip() for cell in head.strip("|").split("|")]
-    assert columns[:7] == ["harness", "model", "rollouts", "scored", "mean reward", "pass@1", "pass@2"]
-    assert columns[7:] == ["errors", "timeouts", "mean duration (s)"]
+    assert columns[:8] == ["harness", "model", "rollouts", "scored", "mean reward", "pass@1", "pass@2", "pass^2"]
+    assert columns[8:] == ["errors", "timeouts", "mean duration (s)", "reward, 95 %"]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["codex", "m", "4", "3", "0.667", "0.750", "1.000 (1/2 tasks)", "1", "0", "2.0"]
+    assert cells[:8] == ["codex", "m", "4", "3", "0.667", "0.750", "1.000 (1/2 tasks)", "0.000 (1/2 tasks)"]
+    assert cells[8:] == ["1", "0", "2.0", "0.00 to 1.00"]
 
 
 def test_one_sample_needs_one_pass_column() -> None:
-    assert rl_eval.markdown(rl_eval.summarise([result("a", 1.0)], {1})).count("pass@") == 1
+    assert markdown(statistics.summarise([result("a", 1.0)], {1}), {1}).count("pass@") == 1
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_pass_hat_k_equals_exact_enumeration(n: int) -> None:
+    """Over all ways to draw k of n samples, the share whose samples are all right."""
+    for right, k in itertools.product(range(n + 1), range(1, n + 1)):
+        draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
+        exact = Fraction(sum(map(all, draws)), len(draws))
+        assert statistics.pass_hat_k(n, right, k) == pytest.approx(float(exact), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "estimate"), [(0, 0, 1, None), (3, 3, 4, None), (3, 3, 3, 1.0), (4, 2, 2, 1 / 6), (8, 1, 2, 0.0)]
+)
+def test_pass_hat_k_at_the_edges(n: int, c: int, k: int, estimate: float | None) -> None:
+    assert statistics.pass_hat_k(n, c, k) == (None if estimate is None else pytest.approx(estimate))
+
+
+# Two-sided 95 %, from any printed table.
+STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042}
+STUDENT_T |= {60: 2.000, 120: 1.980, 1000: 1.962}
+
+
+@pytest.mark.parametrize("degrees", STUDENT_T)
+def test_students_t_is_the_published_one(degrees: int) -> None:
+    assert statistics.student_t(degrees) == pytest.approx(STUDENT_T[degrees], abs=0.0006)
+
+
+@pytest.mark.parametrize(("trials", "upper"), [(2, 0.8419), (3, 0.7076), (5, 0.5218), (10, 0.3085), (50, 0.0711)])
+def test_all_wrong_and_all_right_have_the_published_exact_interval(trials: int, upper: float) -> None:
+    """Clopper and Pearson, no success in so many trials, and its mirror image."""
+    assert statistics.interval([[0.0]] * trials) == (0.0, pytest.approx(upper, abs=0.0001))
+    assert statistics.interval([[1.0, 1.0]] * trials) == (pytest.approx(1 - upper, abs=0.0001), 1.0)
+
+
+def test_interval_of_single_values_is_students() -> None:
+    """Clusters of one are the textbook's interval of a mean."""
+    values = [0.1, 0.4, 0.35, 0.8, 0.55, 0.3]
+    mean, deviation = sum(values) / 6, math.sqrt(sum((v - sum(values) / 6) ** 2 for v in values) / 5)
+    half = 2.5706 * deviation / math.sqrt(6)
+    assert statistics.interval([[v] for v in values]) == pytest.approx((mean - half, mean + half), abs=1e-4)
+
+
+def test_interval_is_clustered_by_task() -> None:
+    """By an independent formula: the variance of a ratio estimator over clusters of unequal size."""
+    clusters = [[1.0, 1.0, 0.0], [0.0, 0.0], [1.0], [0.0, 1.0, 0.0, 0.0]]
+    totals, sizes, count = [sum(c) for c in clusters], [len(c) for c in clusters], len(clusters)
+    ratio = sum(totals) / sum(sizes)
+    residuals = [total - ratio * size for total, size in zip(totals, sizes, strict=True)]
+    variance = sum(r * r for r in residuals) / (count - 1) / count / (sum(sizes) / count) ** 2
+    half = 3.1824 * math.sqrt(variance)
+    assert statistics.interval(clusters) == pytest.approx((max(0, ratio - half), min(1, ratio + half)), abs=1e-4)
+
+
+def test_samples_of_one_task_are_no_independent_trials() -> None:
+    """Ten samples that agree within each task say no more than one each."""
+    few = statistics.interval([[1.0], [0.0], [1.0], [0.0]])
+    assert few is not None and statistics.interval([[1.0] * 10, [0.0] * 10] * 2) == pytest.approx(few)
+    assert statistics.interval([[1.0, 0.0, 1.0]]) is None and statistics.interval([]) is None
+
+
+def test_bounds_of_unequal_coverage() -> None:
+    """R15: errors left out, and errors as misses; k beyond the scored samples is n/a."""
+    results = [result("a", 1.0)] * 2 + [result("b", 1.0), result("b", None, "error")]
+    (row,) = statistics.summarise(results, {1, 2, 3}, tasks=3, samples=2)
+    assert (row["rollouts"], row["scored"]) == (6, 3)
+    assert (row["mean reward"], row["mean reward, errors as 0"]) == (1.0, 0.5)
+    assert row["pass@1"] == (1.0, (2, 3)) and row["pass@1, errors as 0"] == pytest.approx((1 + 0.5 + 0) / 3)
+    assert row["pass@2"] == (1.0, (1, 3)) and row["pass@2, errors as 0"] == pytest.approx((1 + 1 + 0) / 3)
+    assert row["pass@3"] == (None, (0, 3)) and row["pass@3, errors as 0"] is None
+    assert row["pass^2, errors as 0"] == pytest.approx(1 / 3)
+    assert (row["groups"], row["complete groups"], row["zero-variance groups"]) == (3, 1, 1)
+
+
+def test_pair_that_never_ran_has_a_row() -> None:
+    ran, never = statistics.summarise([result("a", 1.0)], {1, 2}, 2, 1, [("codex", "m"), ("pi", "m")])
+    assert (ran["rollouts"], ran["scored"], never["rollouts"], never["scored"]) == (2, 1, 2, 0)
+    assert never["mean reward"] is None and never["mean reward, errors as 0"] == 0.0
+    assert never["pass@1, errors as 0"] == 0.0 and never["pass@2, errors as 0"] is None
+
+
+def gates(reward: float | None = None, error_rate: float | None = None, **passes: float) -> statistics.Gates:
+    return statistics.Gates(reward, {int(k[1:]): v for k, v in passes.items()}, error_rate)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "asked", "code"),
+    [
+        pytest.param([1.0, 0.0], gates(), 0, id="nothing asked"),
+        pytest.param([1.0, 0.0], gates(0.5), 0, id="just enough"),
+        pytest.param([1.0, 0.0], gates(0.5000001), 1, id="just below"),
+        pytest.param([1.0, None], gates(0.5), 3, id="not measured"),
+        pytest.param([1.0, None], gates(0.5, 0.5), 0, id="as many errors as allowed"),
+        pytest.param([1.0, None], gates(0.5, 0.49), 1, id="more errors than allowed"),
+        pytest.param([None, None], gates(0.0), 3, id="nothing measured"),
+        pytest.param([None, None], gates(0.0, 1.0), 3, id="nothing measured, all allowed"),
+        pytest.param([0.0, 0.0], gates(0.0), 0, id="all zero is measured"),
+        pytest.param([1.0, 0.0], gates(p2=1.0), 0, id="pass@2"),
+        pytest.param([1.0, 0.0], gates(p1=0.51), 1, id="pass@1 below"),
+        pytest.param([1.0, 0.0], gates(p3=0.1), 3, id="k beyond the samples"),
+        pytest.param([1.0, 1.0], gates(0.9, 0.0, p1=0.9), 0, id="all of them"),
+        pytest.param([1.0, 0.0, None], gates(0.9, 0.5, p1=0.1), 1, id="one unmet"),
+    ],
+)
+def test_verdict(rewards: list[float | None], asked: statistics.Gates, code: int) -> None:
+    """R12, R13."""
+    results = [result("a", reward, "completed" if reward is not None else "error") for reward in rewards]
+    lines, found = statistics.verdict(statistics.summarise(results, {1, *asked.passes}), asked)
+    assert (found, bool(lines)) == (code, code != 0)
+    assert all("codex · m" in line and "\n" not in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [80, 100, None])
+@pytest.mark.parametrize("model", ["m", "a-vendor/a-model-of-a-long-name-2026-01-01|"])
+def test_table_fits(width: int | None, model: str) -> None:
+    """T20: k up to 100 in 80 columns; what is left out is named."""
+    ks = {1, 2, 4, 8, 16, 32, 64, 100}
+    results = [Result("r", t, "claude_sdk", model, 0, reward=float(n % 2)) for t in "abc" for n in range(100)]
+    rows = statistics.summarise(results, ks)
+    text = markdown(rows, ks, width)
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(len(line) <= (width or 10_000) for line in table) and "mean reward" in table[0]
+    assert ("pass@64" in table[0]) == (width is None)
+    assert ("Not shown" in text and "pass@64" in text and "--json" in text) == (width is not None)
+
+
+# --- Files for CI -------------------------------------------------------------------------------
+
+
+def book_of(*results: Result) -> rl_eval.Book:
+    book = rl_eval.Book()
+    for number, one in enumerate(results):
+        one.rollout_id = str(number)
+        book.add(one)
+    return book
+
+
+HOSTILE = ['<a & b>"', "\x1b[31mred", "]]>", "a\0b", "\ud800", "\ufffe", "|cell|", "日本", "\u202e"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_junit_is_well_formed_whatever_names_and_errors_hold(tmp_path: Path, name: str) -> None:
+    results = [result(name, 1.0), result(name, 0.5), result(name, None, "error", error=name), result(name, 0.0)]
+    ci.write_junit(tmp_path / "j.xml", results)
+    root = ElementTree.fromstring((tmp_path / "j.xml").read_bytes())
+    (suite,) = root
+    assert [(e.get("tests"), e.get("failures"), e.get("errors")) for e in (root, suite)] == [("4", "2", "1")] * 2
+    assert len(suite.findall("testcase")) == 4 and "reward 0.5" in str(suite.findall("*/failure")[0].get("message"))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_json_summary_is_strict_and_has_every_number(tmp_path: Path, name: str) -> None:
+    results = [result(name, 1.0, usage={"total_tokens": 7}), result(name, None, "error")]
+    rows = statistics.summarise(results, {1, 100})
+    ci.write_json(tmp_path / "s.json", rows, book_of(*results), ["unmet"], 3)
+    summary = json.loads((tmp_path / "s.json").read_bytes(), parse_constant=no_constant)
+    assert summary["exit_code"] == 3 and summary["tokens"] == 7 and summary["attempts_of_unknown_tokens"] == 1
+    assert summary["rows"][0]["pass@100"] == [None, [0, 1]] and summary["rows"][0]["scored"] == 1
+    assert name not in markdown(rows, {1}) or (name.isprintable() and "|" not in name)
+
+
+# --- The book -----------------------------------------------------------------------------------
+
+
+def line_of(rollout_id: str, attempt: int, reward: float | None, **members: Any) -> bytes:
+    known = {"run_id": "run", "group_id": "g", "attempt": attempt, "status": "completed", "reward": reward}
+    return rl_eval.to_line(Result(rollout_id, "t", "h", "m", 0, **{**known, **members}))
+
+
+def read(path: Path, data: bytes) -> rl_eval.Book:
+    path.write_bytes(data)
+    book = rl_eval.Book()
+    with path.open("rb") as file:
+        book.read(file)
+    return book
+
+
+def test_first_attempt_with_a_reward_settles(tmp_path: Path) -> None:
+    lines = [line_of("r", 1, None), line_of("r", 3, 0.0), line_of("r", 2, 1.0), line_of("q", 1, None)]
+    for order in itertools.permutations(lines):
+        book = read(tmp_path / "f", b"".join([*order, order[0]]))
+        outcome = book.outcome("r")
+        assert outcome is not None and (outcome.attempt, outcome.reward) == (2, 1.0)
+        assert book.next_attempt("r") == 4 and book.next_attempt("q") == 2 and book.next_attempt("new") == 1
+        assert len(book.every) == 4 and not book.problems
+
+
+def test_every_cut_of_a_file_is_read_right(tmp_path: Path) -> None:
+    """T6: at each byte."""
+    lines = [line_of(str(n), 1, 1.0) for n in range(2)]
+    data = b"".join(lines)
+    for cut in range(len(data) + 1):
+        book = read(tmp_path / "f", data[:cut])
+        whole = sum(cut >= len(b"".join(lines[: n + 1])) - 1 for n in range(2))  # only the line's end may be missing
+        ends = [0, len(lines[0]) - 1, len(lines[0]), len(data) - 1, len(data)]
+        assert len(book.every) == whole and bool(book.problems) == (cut not in ends)
+        assert book.unended == (cut in (ends[1], ends[3]))
+        assert book.whole == (cut if cut in ends else len(b"".join(lines[:whole])))
+
+
+def test_tokens_of_every_attempt_count_once(tmp_path: Path) -> None:
+    lines = [line_of("r", n, None, usage={"input_tokens": 3, "output_tokens": n}) for n in (1, 2)]
+    assert read(tmp_path / "f", b"".join([*lines, *lines])).tokens == 9
 
 
 # --- Tasks ------------------------------------------------------------------------------------
@@ -250,6 +459,22 @@ def test_unsound_task_is_refused(tmp_path: Path, contents: Json, says: str) -> N
         rl_eval.load_tasks(tmp_path)
     assert says in str(caught.value) and "\n" not in str(caught.value)
     assert [task.id for task in rl_eval.load_tasks(tmp_path, ["sound", "sound"])] == ["sound"]
+
+
+def test_digest_is_the_same_in_every_process_and_tells_a_changed_file(tmp_path: Path) -> None:
+    data = write_task(tmp_path) / "files" / "data"
+    data.parent.mkdir()
+    data.write_text("1")
+    code = "import pathlib, sys, rl_eval; print(rl_eval.load_task(pathlib.Path(sys.argv[1])).digest)"
+
+    def digest() -> str:
+        words, cwd = [sys.executable, "-c", code, str(tmp_path / "t")], Path(rl_eval.__file__).parent
+        return subprocess.run(words, capture_output=True, text=True, check=True, cwd=cwd).stdout
+
+    first = digest()
+    assert digest() == first
+    data.write_text("2")
+    assert digest() != first
 
 
 def test_task_without_solution_loads(tmp_path: Path) -> None:
@@ -374,6 +599,81 @@ def test_limits_of_files(tmp_path: Path, sizes: list[int], accepted: bool) -> No
             rl_eval.load_task(task)
 
 
+# --- task.json ----------------------------------------------------------------------------------
+
+
+def with_rules(tmp_path: Path, text: str, expected: str = '{"x": 100, "y": "a", "z": 3}') -> Task:
+    task = write_task(tmp_path, expected=expected)
+    (task / "task.json").write_text(text)
+    return rl_eval.load_task(task)
+
+
+@pytest.mark.parametrize(
+    ("rules", "answer", "reward"),
+    [
+        ("{}", '{"x": 100, "y": "a", "z": 3}', 1.0),
+        ("{}", '{"x": 100, "y": "a"}', 0.0),
+        ('{"grade": "binary"}', '{"x": 100, "y": "a"}', 0.0),
+        ('{"grade": "fraction"}', '{"x": 100, "y": "a"}', 2 / 3),
+        ('{"grade": "fraction"}', '{"x": 100, "y": "b", "z": 9}', 1 / 3),
+        ('{"grade": "fraction"}', '{"x": 100, "y": "a", "z": 3, "w": 0}', 1.0),
+        ('{"grade": "fraction"}', "{}", 0.0),
+        ('{"grade": "fraction"}', "[]", 0.0),
+        ('{"grade": "fraction"}', '{"x": 100, "x": 100, "y": "a"}', 0.0),
+        ('{"tolerances": {"x": {"relative": 0.01}}}', '{"x": 101, "y": "a", "z": 3}', 1.0),
+        ('{"tolerances": {"x": {"relative": 0.01}}}', '{"x": 101.1, "y": "a", "z": 3}', 0.0),
+        ('{"tolerances": {"x": {"relative": 0.01}}}', '{"x": 100, "y": "a", "z": 3.01}', 0.0),
+        ('{"tolerances": {"x": {"absolute": 2}}}', '{"x": 98, "y": "a", "z": 3}', 1.0),
+        ('{"tolerances": {"x": {"absolute": 2}}}', '{"x": 97.9, "y": "a", "z": 3}', 0.0),
+        ('{"tolerances": {"x": {"relative": 0, "absolute": 0}}}', '{"x": 100.00001, "y": "a", "z": 3}', 0.0),
+        ('{"tolerances": {"x": {"relative": 0, "absolute": 0}}}', '{"x": 100.0, "y": "a", "z": 3}', 1.0),
+        ('{"tolerances": {"y": {"absolute": 9}}}', '{"x": 100, "y": "b", "z": 3}', 0.0),
+    ],
+)
+def test_rules_of_a_task(tmp_path: Path, rules: str, answer: str, reward: float) -> None:
+    task = with_rules(tmp_path, rules)
+    assert rl_eval.grade(task.expected, answer.encode(), task.rules)[0] == pytest.approx(reward)
+
+
+def test_timeout_of_a_task(tmp_path: Path) -> None:
+    assert with_rules(tmp_path, '{"timeout": 12.5}').rules.timeout == 12.5
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ("[]", "not an object"),
+        ("{", "not valid JSON"),
+        ('{"grades": "fraction"}', "unknown member 'grades'"),
+        ('{"grade": "partial"}', "grade"),
+        ('{"grade": ["binary"]}', "grade"),
+        ('{"grade": null}', "grade"),
+        ('{"timeout": 0}', "timeout"),
+        ('{"timeout": "5"}', "timeout"),
+        ('{"timeout": true}', "timeout"),
+        ('{"timeout": 1e999}', "finite"),
+        ('{"tolerances": {"w": {"absolute": 1}}}', "tolerances"),
+        ('{"tolerances": [1]}', "tolerances"),
+        ('{"tolerances": {"x": 1}}', "tolerances"),
+        ('{"tolerances": {"x": {}}}', "tolerances"),
+        ('{"tolerances": {"x": {"relative": -1}}}', "tolerances"),
+        ('{"tolerances": {"x": {"relative": true}}}', "tolerances"),
+        ('{"tolerances": {"x": {"relativ": 1}}}', "tolerances"),
+        ('{"tolerances": {"x": {"relative": null}}}', "tolerances"),
+    ],
+)
+def test_unsound_rules_are_refused(tmp_path: Path, rules: str, says: str) -> None:
+    with pytest.raises(Refused, match=r"task 't': task.json") as caught:
+        with_rules(tmp_path, rules)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_rules_belong_to_the_digest(tmp_path: Path) -> None:
+    texts = ["{}", '{"grade": "fraction"}', '{"timeout": 5}', '{"tolerances": {"x": {"absolute": 1}}}']
+    digests = [with_rules(tmp_path / str(n), text).digest for n, text in enumerate(texts)]
+    assert len(set(digests)) == 4 and with_rules(tmp_path / "again", texts[3]).digest == digests[3]
+
+
 # --- Plan -------------------------------------------------------------------------------------
 
 TASK = Task("t", "Do it.", {"x": 1}, (), "true")
@@ -397,7 +697,7 @@ def test_ids_are_the_same_in_another_process() -> None:
 def test_session_body_holds_what_the_api_knows_and_nothing_of_the_answer() -> None:
     (rollout,) = rl_eval.make_plan("run", [TASK], [Pair("codex", "m", "responses")], 1)
     endpoint = "http://127.0.0.1:1/rollouts/{rollout_id}/v1", "key"
-    body = rl_eval.session_body(rollout, endpoint, [])
+    body = rl_eval.session_body(rollout, 1, endpoint, [])
     assert body["agent"] == {"model": "m", "x_agents_core": {"harness": "codex"}}
     bundle = body["extra_body"]["x_agents_core"]["model_provider"]
     url = f"http://127.0.0.1:1/rollouts/{rollout.id}/v1"
@@ -409,7 +709,7 @@ def test_session_body_holds_what_the_api_knows_and_nothing_of_the_answer() -> No
 
 def test_default_pair_names_nothing_and_shell_has_no_model() -> None:
     (rollout,) = rl_eval.make_plan("run", [TASK], [Pair(None, None)], 1)
-    body = rl_eval.session_body(rollout, None, [])
+    body = rl_eval.session_body(rollout, 1, None, [])
     assert body["agent"] == {} and "extra_body" not in body
     assert rl_eval.labels(Pair(None, None)) == ("default", "default")
     assert rl_eval.labels(Pair("shell", None)) == ("shell", "none")
@@ -423,6 +723,8 @@ def pairs_of(monkeypatch: pytest.MonkeyPatch, arguments: str, embedded: bool, ke
     monkeypatch.setenv("OPENAI_API_KEY", "" if embedded else "a-deployment-key")
     options = rl_eval.make_parser().parse_args(arguments.split())
     rl_eval.check_options(options, embedded)
+    rl_eval.recall_options(options, {})
+    rl_eval.check_endpoint(options)
     return rl_eval.choose_pairs(options, embedded)
 
 
@@ -530,7 +832,8 @@ def stored(**members: Any) -> Json:
 
 def test_record_has_its_members_in_order() -> None:
     names = "rollout_id task harness model sample session_id status reward answer duration_s usage items error"
-    assert list(stored()) == [*names.split(), "turn_id", "group_id", "started_at"]
+    names += " turn_id group_id run_id started_at attempt final usage_observed failure timings task_digest"
+    assert list(stored()) == [*names.split(), "script_version", "resolved", "options", "deployment"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e309, [{"a": math.nan}]])
@@ -567,7 +870,7 @@ def test_untouched_item_is_as_it_was() -> None:
 
 def test_secrets_are_redacted_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """S25."""
-    monkeypatch.setattr(rl_eval, "SECRETS", [])
+    monkeypatch.setattr("report.record.SECRETS", [])
     secret = "sk-canary/+key=42"
     rl_eval.keep_secret(secret)
     rl_eval.keep_secret("none")
@@ -575,7 +878,7 @@ def test_secrets_are_redacted_in_every_form(monkeypatch: pytest.MonkeyPatch) -> 
     texts = [secret, coded, "sk-canary%2F%2Bkey%3D42", f"Bearer {secret}!"]
     record = stored(items=[{"output": text, text: [text]} for text in texts], answer={"x": secret}, error=secret)
     dumped = json.dumps(record) + rl_eval.plain(" ".join(texts))
-    assert not [text for text in texts[:3] if text in dumped] and "none" not in rl_eval.SECRETS
+    assert not [text for text in texts[:3] if text in dumped] and "none" not in report.record.SECRETS
 
 
 @pytest.mark.parametrize("text", ["\x1b]0;title\x07", "a\rb", "a\nb", "\u202e", "\ud800", "\x9b31m"])

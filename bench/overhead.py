@@ -5,8 +5,8 @@
 
 Runs N rollouts of a trivial task with the `shell` harness through `rl_eval.py` against a Core of its own, and beside
 them, in the same run, the same command by bare bwrap. Prints rollouts per second, CPU per rollout split into script,
-Core and sandbox, peak memory, the start of a sandbox (p50, p95) and a codex turn with a scripted model, each next to
-its measure and DESIGN.md's budget. Needs root or user namespaces, no network.
+Core and sandbox, peak memory, the start of a sandbox (p50, p95; prewarmed as Core does it, and cold) and a codex turn
+with a scripted model, each next to its measure and DESIGN.md's budget. Needs root or user namespaces, no network.
 
 CPU is what the kernel accounts to the processes: the script (its whole life, imports included, and that of a run of
 one rollout taken off), Core's server process, and the launcher with all that ran in sandboxes.
@@ -22,13 +22,12 @@ import json
 import os
 import re
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,10 +73,11 @@ def peak_mb(pid: int) -> float:
 
 def launcher_of(core: int) -> int:
     """The launcher proper: the first process of the PID namespace that Core's child made."""
-    pid = core
-    for _ in range(2):
-        pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-    return pid
+    return only_child(only_child(core))
+
+
+def only_child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 @dataclass(frozen=True)
@@ -115,28 +115,31 @@ def sweep(core: int, exports: dict[str, str], rollouts: int, concurrency: int) -
     return Sweep(wall, script, after[0][0] - before[0][0], sandbox, usage.ru_maxrss / 1024, peak_mb(core))
 
 
-def bare_bwrap(runs: int) -> tuple[float, list[float]]:
-    """Bare bwrap, nothing of ours around it: (CPU in ms per run of the work, ms to the first byte of an `echo`)."""
-    bwrap = find_bwrap_on_host()
+def bare_command() -> list[str]:
+    """bwrap with nothing of ours around it, but for the command it runs."""
+    usr = ["--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"]
+    usr += ["--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    return [find_bwrap_on_host(), "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *usr]
+
+
+def bare_cpu_ms(runs: int) -> float:
+    """CPU of bare bwrap per run of the work."""
     with tempfile.TemporaryDirectory() as folder:
-        usr = ["--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"]
-        usr += ["--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-        command = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *usr]
-        working = [*command, "--bind", folder, "/workspace", "--chdir", "/workspace", "/bin/bash", "-c", WORK]
+        workspace = ["--bind", folder, "/workspace", "--chdir", "/workspace"]
+        working = [*bare_command(), *workspace, "/bin/bash", "-c", WORK]
         inherit_orphans()
         before = children_ms()
         for _ in range(runs):
             subprocess.run(working, check=True)
             wait_for_orphans()
-        cpu = (children_ms() - before) / runs
-        walls = []
-        for _ in range(runs):
-            started = time.perf_counter()
-            with subprocess.Popen([*command, "/bin/echo"], stdout=subprocess.PIPE) as process:
-                assert process.stdout is not None and process.stdout.read(1)
-                walls.append((time.perf_counter() - started) * 1000)
-            wait_for_orphans()
-    return cpu, walls
+        return (children_ms() - before) / runs
+
+
+def bare_first_byte_ms() -> float:
+    started = time.perf_counter()
+    with subprocess.Popen([*bare_command(), "/bin/echo"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.read(1)
+        return (time.perf_counter() - started) * 1000
 
 
 def inherit_orphans() -> None:
@@ -161,25 +164,53 @@ def children_ms() -> float:
     return (usage.ru_utime + usage.ru_stime) * 1000
 
 
-async def sandbox_walls(runs: int) -> list[float]:
-    """Wall times in ms from the request for one of Core's own sandboxes to the payload's first byte."""
-    data = Path(tempfile.mkdtemp())
-    backend = BubblewrapBackend(data, Codex().mounts() or [])
-    await backend.start()
-    try:
-        room, walls = backend.make_room("bench", 1), []
-        for _ in range(runs):
-            started = time.perf_counter()
-            sandbox = await backend.run(Command(["/bin/echo"], {}), room, CONTAINER_SIZES["medium"], 60)
-            assert await sandbox.stdout.read(1)
-            walls.append((time.perf_counter() - started) * 1000)
-            await sandbox.wait()
-            assert sandbox.door is not None
-            sandbox.door.close()
-    finally:
-        await backend.close()
-        shutil.rmtree(data)
-    return walls
+@dataclass
+class Starts:
+    """Starts of sandboxes: ms each to the payload's first byte, and CPU in ms per sandbox, Core's apart."""
+
+    walls: list[float]
+    cpu: float = 0.0
+
+
+async def sandbox_starts(runs: int) -> dict[str, Starts]:
+    """Of Core's own, with some that wait for their payload, as it has them, and cold; of bare bwrap; ten in turns."""
+    async with contextlib.AsyncExitStack() as stack:
+        backends = {kind: await stack.enter_async_context(backend(*spares)) for kind, spares in KINDS.items()}
+        starts = {kind: Starts([]) for kind in (*KINDS, "bare")}
+        for _ in range(runs // 10):
+            for kind, (used, launcher) in backends.items():
+                cpu = sum(stat_cpu_ms(launcher))
+                starts[kind].walls += [await first_byte_ms(used) for _ in range(10)]
+                starts[kind].cpu += (sum(stat_cpu_ms(launcher)) - cpu) / runs
+            starts["bare"].walls += [bare_first_byte_ms() for _ in range(10)]
+    return starts
+
+
+KINDS: dict[str, tuple[int, ...]] = {"prewarmed": (), "cold": (0,)}
+
+
+@contextlib.asynccontextmanager
+async def backend(*spares: int) -> AsyncIterator[tuple[BubblewrapBackend, int]]:
+    """A backend and the process id of its launcher."""
+    with tempfile.TemporaryDirectory() as data:
+        made = BubblewrapBackend(Path(data), Codex().mounts() or [], *spares)
+        await made.start()
+        try:
+            assert made.process is not None
+            yield made, only_child(made.process.pid)
+        finally:
+            await made.close()
+
+
+async def first_byte_ms(used: BubblewrapBackend) -> float:
+    room, started = used.make_room("bench", 1), time.perf_counter()
+    sandbox = await used.run(Command(["/bin/echo"], {}), room, CONTAINER_SIZES["medium"], 60)
+    assert await sandbox.stdout.read(1)
+    elapsed = (time.perf_counter() - started) * 1000
+    await sandbox.wait()
+    assert sandbox.door is not None
+    sandbox.door.close()
+    return elapsed
 
 
 # ── a codex turn ────────────────────────────────────────────────────────────────────────────────
@@ -256,8 +287,8 @@ def main() -> None:
     parser.add_argument("--codex", type=int, default=7, help="codex turns; 0 leaves them out (%(default)s)")
     arguments = parser.parse_args()
     # First, while nothing runs: the kernel takes seconds to clean up behind a sweep's network namespaces.
-    walls = asyncio.run(sandbox_walls(100))
-    bare_cpu, bare_walls = bare_bwrap(100)
+    starts = asyncio.run(sandbox_starts(100))
+    bare_cpu = bare_cpu_ms(100)
     with service("core", "serve") as (core, exports):
         start = sweep(core, exports, 1, 1)
         run = sweep(core, exports, arguments.rollouts, arguments.concurrency)
@@ -271,9 +302,12 @@ def main() -> None:
     print(f"sandbox {run.sandbox / count:.1f} ms; together {total:.1f} ms")
     print(f"  the work by bare bwrap {bare_cpu:.1f} ms; ratio {total / bare_cpu:.1f} x (budget 4 x)")
     print(f"memory, peak             script {run.script_peak:.0f} MB, core {run.core_peak:.0f} MB")
-    p50, bare_p50 = statistics.median(walls), statistics.median(bare_walls)
-    print(f"sandbox start            p50 {p50:.1f} ms, p95 {percentile(walls, 0.95):.1f} ms")
-    print(f"  bare bwrap … echo      p50 {bare_p50:.1f} ms; ratio {p50 / bare_p50:.1f} x (budget 2 x)")
+    bare_p50 = statistics.median(starts["bare"].walls)
+    for kind in KINDS:
+        p50, p95 = statistics.median(starts[kind].walls), percentile(starts[kind].walls, 0.95)
+        print(f"sandbox start, {kind:9} p50 {p50:.1f} ms, p95 {p95:.1f} ms, CPU {starts[kind].cpu:.1f} ms; ", end="")
+        print(f"ratio {p50 / bare_p50:.1f} x (budget 2 x)")
+    print(f"  bare bwrap … echo      p50 {bare_p50:.1f} ms")
     if codex:
         inside, bare = map(statistics.median, codex)
         print(f"codex turn               {inside:.2f} s (median of {arguments.codex})")

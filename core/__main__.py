@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
+import gc
 import ipaddress
 import logging
 import os
@@ -18,7 +20,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,22 +27,25 @@ import uvicorn
 import uvloop
 
 from core.budget import BadPrices, load_prices
+from core.connection import connections
 from core.doctor import examine, exit_code
 from core.egress import new_client
 from core.harnesses import registry
 from core.harnesses.npm import DEFAULT_PREFIX
 from core.reap import ReapFailed, reap
 from core.sandbox import SandboxUnavailable
-from core.sandbox.bubblewrap import BubblewrapBackend
-from core.sandbox.rooms import remove_tree
+from core.sandbox.backends import AUTO, CHOICES, start_backend, weaker
 from core.server import Api
 from core.sessions import Options, Sessions
-from core.store import Store, StoreUnavailable
+from core.store import StorageFailed, Store, StoreUnavailable
+from core.temporary import temporary_data
 
 KEY_VARIABLE = "CORE_API_KEY"
 USAGE_ERROR = 2
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 SLOTS = 64
 TTL_SECONDS = 24 * 3600.0
+CLIENT_SECONDS = 60.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,6 +57,12 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--data", type=Path, help="where state is kept (a temporary directory, removed at the end)")
     serve.add_argument("--slots", type=int, default=SLOTS, help="sandboxes at a time; more turns wait (%(default)s)")
     serve.add_argument("--session-ttl", type=float, default=TTL_SECONDS, help="a session's life in s (%(default)s)")
+    serve.add_argument(
+        "--client-timeout",
+        type=float,
+        default=CLIENT_SECONDS,
+        help="s a client may take to send a request, or to take in any of an answer, until it is dropped (%(default)s)",
+    )
     serve.add_argument("--prices", type=Path, help="JSON of US dollars per million tokens, for spend limits")
     serve.add_argument(
         "--exit-with-stdin",
@@ -66,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
             type=Path,
             default=DEFAULT_PREFIX,
             help="where `npm install --prefix` put pi and opencode (core/npm; else they are looked for on PATH)",
+        )
+        command.add_argument(
+            "--sandbox", choices=CHOICES, default=AUTO, help="auto: the strongest that works here (%(default)s)"
         )
     reaper = commands.add_parser("reap", help="remove the sessions that a dead client left")
     which = reaper.add_mutually_exclusive_group(required=True)
@@ -100,11 +113,8 @@ def listen(host: str, port: int) -> socket.socket:
 @contextlib.contextmanager
 def data_directory(chosen: Path | None) -> Iterator[Path]:
     if chosen is None:
-        temporary = Path(tempfile.mkdtemp(prefix="rl-eval-core-"))
-        try:
+        with temporary_data() as temporary:
             yield temporary
-        finally:
-            remove_tree(temporary)
         return
     try:
         chosen.mkdir(parents=True, exist_ok=True)
@@ -118,21 +128,28 @@ def data_directory(chosen: Path | None) -> Iterator[Path]:
 
 async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
     """Runs the server to its end. Raises Refused, SandboxUnavailable, StoreUnavailable, BadPrices."""
-    options = Options(arguments.slots, load_prices(arguments.prices), arguments.session_ttl)
+    prices = load_prices(arguments.prices)
     listener = listen(arguments.host, arguments.port)
     store = Store(data)
     harnesses = registry(arguments.npm_prefix)
     mounts = [mount for harness in harnesses.values() for mount in harness.mounts() or []]
-    backend = BubblewrapBackend(data, mounts)
     try:
-        await backend.start()
+        backend, reason = await start_backend(arguments.sandbox, data, mounts)
+    except BaseException:
+        store.close()
+        raise
+    options = Options(min(arguments.slots, backend.slots or arguments.slots), prices, arguments.session_ttl)
+    try:
         async with new_client() as client:
             sessions = Sessions(store, backend, harnesses, client, data, options)
             sessions.recover()
-            server = uvicorn.Server(configuration(Api(sessions, key)))
+            server = uvicorn.Server(configuration(Api(sessions, key), arguments.client_timeout))
             if arguments.exit_with_stdin:
                 watch_stdin(server)
             backend.on_lost = lambda: stop(server, "the sandbox launcher died")
+            gc.freeze()  # what was imported stays: collections need not look through it again and again
+            if line := weaker(backend, reason):
+                logging.getLogger("core").warning(line)
             announce(listener, arguments.host, key)
             await server.serve(sockets=[listener])
             await sessions.close()
@@ -141,11 +158,11 @@ async def serve(arguments: argparse.Namespace, data: Path, key: str) -> None:
         store.close()
 
 
-def configuration(app: Api) -> uvicorn.Config:
+def configuration(app: Api, client_seconds: float) -> uvicorn.Config:
     """Without what a private server has no use for: logs of each access, proxy headers, a server header."""
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=connections(client_seconds),
         lifespan="off",
         log_level="warning",
         access_log=False,
@@ -184,7 +201,7 @@ def main() -> int:
     arguments = parser().parse_args()
     try:
         if arguments.command == "doctor":
-            findings = examine(arguments.npm_prefix)
+            findings = examine(arguments.npm_prefix, arguments.sandbox)
             print("\n".join(finding.line() for finding in findings))
             return exit_code(findings)
         if arguments.command == "reap":
@@ -192,8 +209,13 @@ def main() -> int:
             print(f"{count} session{'s' * (count != 1)} removed")
             return 0
         return serve_command(arguments)
-    except (Refused, ReapFailed, SandboxUnavailable, StoreUnavailable, BadPrices) as error:
+    except (Refused, ReapFailed, SandboxUnavailable, StoreUnavailable, StorageFailed, BadPrices) as error:
         print(f"core: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:
+            raise
+        print(f"core: cannot write to {error.filename or arguments.data}: {error.strerror}", file=sys.stderr)
         return USAGE_ERROR
 
 
@@ -206,8 +228,8 @@ def serve_command(arguments: argparse.Namespace) -> int:
     key = os.environ.pop(KEY_VARIABLE, "")
     if not key and not is_loopback(arguments.host):
         raise Refused(f"set {KEY_VARIABLE} to serve on {arguments.host}: beyond loopback the key must be yours")
-    if arguments.slots < 1 or not arguments.session_ttl > 0:
-        raise Refused("--slots and --session-ttl must be positive")
+    if arguments.slots < 1 or not arguments.session_ttl > 0 or not arguments.client_timeout > 0:
+        raise Refused("--slots, --session-ttl and --client-timeout must be positive")
     with data_directory(arguments.data) as data:
         uvloop.run(serve(arguments, data, key or secrets.token_urlsafe(32)))
     return 0

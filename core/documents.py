@@ -135,7 +135,12 @@ def new_turn(turn_id: str, session: Doc, now: int) -> Doc:
         "status": "queued",
         "error": None,
         "usage": None,
-        "x_agents_core": {"usage_source": None, "failure": None, "warnings": []},
+        "x_agents_core": {
+            "usage_source": None,
+            "failure": None,
+            "warnings": [],
+            "timings": {"preparing_s": None},  # of the environment, in the turn that waited for it
+        },
     }
 
 

@@ -49,5 +49,9 @@ def conflict(message: str, code: str = "conflict_error", *, settling: bool = Fal
     return ApiError(409, "conflict_error", code, message, headers=headers)
 
 
+def storage_unavailable(message: str) -> ApiError:
+    return unavailable(message, "artifact_storage_unavailable", 30)
+
+
 def unavailable(message: str, code: str, retry_after: int = 5) -> ApiError:
     return ApiError(503, "server_error", code, message, headers={"Retry-After": str(retry_after)})

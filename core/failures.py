@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
 from core.budget import Spent
 from core.egress import Call
+from core.sandbox.disk import Breach
 
 
 @dataclass(frozen=True)
@@ -125,18 +127,50 @@ def turn_failure(calls: list[Call], said: str) -> Failure:
     return Failure("internal_error", f"The harness gave up: {said[:500]}", "infrastructure", "harness_failed")
 
 
-def exit_failure(calls: list[Call], code: int, stderr: str, *, memory_exceeded: bool) -> Failure:
-    """A harness that ended without its terminal event."""
-    if memory_exceeded:
+@dataclass(frozen=True)
+class Death:
+    """The end of a harness without its terminal event: bwrap's exit status (negative: a signal ended bwrap itself) and
+    the last it printed on stderr. `host_starved`: the kernel killed something on this machine for want of memory
+    meanwhile, or does not tell."""
+
+    code: int
+    stderr: str
+    memory_exceeded: bool
+    host_starved: bool
+
+
+SENT_ONLY = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def exit_failure(calls: list[Call], death: Death) -> Failure:
+    """A harness that ended without its terminal event.
+
+    A signal that no fault raises was sent. Core sent none to a harness whose death it has to explain, and the kernel
+    none if memory was not wanting. From outside only this machine's operator could; inside only what the model had the
+    harness run, which takes an answered call.
+    """
+    code, params = death.code, {"exit_code": death.code}
+    if death.memory_exceeded:
         message = "The sandbox exceeded its memory limit and the harness was killed."
         return Failure("sandbox_error", message, "model", "memory_exceeded")
+    if code < 0:  # out of the agent's reach
+        message = f"The sandbox was ended by signal {-code} from outside."
+        return Failure("sandbox_error", message, "environment", "sandbox_lost", params=params)
+    if code - 128 in SENT_ONLY and not death.host_starved and any(call.counted for call in calls):
+        message = f"The harness was ended by signal {code - 128}, sent from inside its sandbox."
+        return Failure("sandbox_error", message, "model", "harness_killed", params={"signal": code - 128})
     if calls and calls[-1].failed:
         return turn_failure(calls, "")
     ended = f"signal {code - 128}" if code > 128 else f"status {code}"
-    last = stderr.strip().splitlines()[-1:] or [""]
+    last = death.stderr.strip().splitlines()[-1:] or [""]
     tail = f": {last[0][:300]}" if last[0] else ""
     message = f"The harness ended with {ended} and no terminal event{tail}"
-    return Failure("server_error", message, "infrastructure", "harness_exited", params={"exit_code": code})
+    return Failure("server_error", message, "infrastructure", "harness_exited", params=params)
+
+
+def limit_failure(breach: Breach) -> Failure:
+    """A limit of the sandbox that was exceeded in a turn: the agent's doing."""
+    return Failure("sandbox_error", breach.message, "model", breach.reason, params=breach.params)
 
 
 def budget_failure(spent: Spent) -> Failure:
@@ -173,11 +207,7 @@ def capture_failure(message: str) -> Failure:
     )
 
 
-def storage_failure(message: str) -> Failure:
-    return Failure(
-        "server_error",
-        f"Outputs could not be stored: {message}.",
-        "infrastructure",
-        "artifact_capture_failed",
-        "capture",
-    )
+def storage_failure(message: str, stage: str) -> Failure:
+    """The host's disk is full, or fails."""
+    what, reason = ("Outputs", "artifact_capture_failed") if stage == "capture" else ("The turn", "storage_failed")
+    return Failure("server_error", f"{what} could not be stored: {message}.", "infrastructure", reason, stage)

@@ -45,6 +45,15 @@ class BoundedText:
         missing = self.size - len(kept.encode(errors="replace"))
         return f"{self.head}\n[… {missing} bytes left out …]\n{self.tail}" if missing > 0 else kept
 
+    def members(self) -> Doc:
+        """What an item says of it: the text as its output, and its size when that is not all."""
+        shown = self.value()
+        cut = len(shown.encode(errors="replace")) != self.size
+        return {
+            "output": shown,
+            **({"x_agents_core": {"truncated": {"field": "output", "bytes": self.size}}} if cut else {}),
+        }
+
 
 def bounded(value: Any) -> tuple[Any, int | None]:
     """A text cut to the limit, and its full size in bytes if it was cut."""
@@ -169,9 +178,7 @@ class Recorder:
         streamed = self.entries[key].text if key in self.entries else BoundedText()
         item = bound_item(item)
         if streamed.size and item.get("output") is None:
-            item["output"] = streamed.value()
-            if "[… " in item["output"] and streamed.size > FIELD_BYTES // 4:
-                item["x_agents_core"] = {"truncated": {"field": "output", "bytes": streamed.size}}
+            item |= streamed.members()
         elif item["type"] == "command_execution" and item.get("output") is None and streamed.size == 0:
             item["output"] = "" if item.get("exit_code") is not None else None
         if item["type"] == "message" and key not in self.entries:
@@ -206,7 +213,7 @@ class Recorder:
         for entry in self.entries.values():
             entry.item["status"] = "incomplete"
             if entry.text.size:
-                entry.item["output"] = entry.text.value()
+                entry.item |= entry.text.members()
             self.store.save_item(self.session_id, entry.item)
             self.emit(f"{PREFIX}turn.item.done", output_index=entry.index, item=entry.item)
         self.entries.clear()

@@ -20,9 +20,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from core.errors import ApiError, bad_request, not_found
+from core.errors import ApiError, bad_request, not_found, storage_unavailable, unavailable
 from core.sessions import CREATE_SCOPE, Sessions
-from core.store import Page, UnknownCursor, dumps
+from core.store import Page, StorageFailed, UnknownCursor, dumps
 from core.traces import trace_document
 from core.wire import (
     BODY_BYTES,
@@ -37,7 +37,10 @@ from core.wire import (
 )
 
 KEEPALIVE_SECONDS = 15.0
-EVENTS_PER_READ = 256
+MAX_STREAMS = 512  # event streams at a time
+EVENTS_PER_READ, BYTES_PER_READ = 256, 4 << 20
+LAG_EVENTS, LAG_BYTES = 256, 64 << 20
+LAG_SECONDS = 1.0  # a reader that takes in what is there sooner does not lag, however much is there
 KEY_HEADER_BYTES = 128
 SMALL_BYTES = CHUNK_BYTES = 1 << 20
 PREFIX = "agent.session."
@@ -72,6 +75,7 @@ class Api:
     def __init__(self, sessions: Sessions, key: str) -> None:
         self.sessions = sessions
         self.key = key.encode()
+        self.streams = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,6 +103,9 @@ class Api:
             return await self.dispatch(request)
         except ApiError as error:
             return Json(error.body, error.status, headers=error.headers)
+        except StorageFailed as failed:
+            refused = storage_unavailable(f"The server cannot store anything: {failed}.")
+            return Json(refused.body, refused.status, headers=refused.headers)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
         except Exception:
@@ -134,12 +141,13 @@ class Api:
         body = parse_object(await read_body(request, CREATE_BODY_BYTES))
         key, digest = idempotency_key(request), self.sessions.digest(body)
         parsed = parse_session_create(body)
+        if parsed.stream:
+            self.check_streams()
         session_id = self.sessions.replayed(CREATE_SCOPE, key, digest)
         if session_id is None:
             session_id = self.sessions.create(parsed, key, digest)
         if parsed.stream:
-            events = self.events(request, session_id, 0, until_settled=True)
-            return StreamingResponse(events, 201, media_type="text/event-stream")
+            return EventStream(self, self.events(session_id, 0, until_settled=True), 201)
         return Json(self.sessions.document(session_id), 201)
 
     async def list_sessions(self, request: Request, ids: list[str]) -> Response:
@@ -273,20 +281,25 @@ class Api:
 
     async def stream_events(self, request: Request, ids: list[str]) -> Response:
         self.sessions.require(ids[0])
+        self.check_streams()
         position = self.sessions.store.event_position(ids[0], request.headers.get("last-event-id"))
-        return StreamingResponse(self.events(request, ids[0], position), 200, media_type="text/event-stream")
+        return EventStream(self, self.events(ids[0], position), 200)
 
-    async def events(
-        self, request: Request, session_id: str, position: int, *, until_settled: bool = False
-    ) -> AsyncIterator[str]:
-        """Every event behind `position`, then live. The log is read, not a queue: a slow reader loses nothing."""
+    def check_streams(self) -> None:
+        if self.streams >= MAX_STREAMS:
+            message = f"{MAX_STREAMS} event streams are open already; close some, or poll."
+            raise unavailable(message, "stream_unavailable")
+
+    async def events(self, session_id: str, position: int, *, until_settled: bool = False) -> AsyncIterator[str]:
+        """Every event behind `position`, then live. The log is read, not a queue: a slow reader that comes back with
+        the id it saw last loses nothing. One that was up to date and lags then is cut."""
         store, news = self.sessions.store, asyncio.Event()
-        settled = turn_over = False
+        settled = turn_over = live = False
         with store.listening(session_id, news.set):
             yield ": connected\n\n"
             while not settled:
                 news.clear()
-                rows = store.events(session_id, position, EVENTS_PER_READ)
+                rows, begun = store.events(session_id, position, EVENTS_PER_READ, BYTES_PER_READ), time.monotonic()
                 for number, event_id, document in rows:
                     position, kind = number, json.loads(document)["type"]
                     yield f"id: {event_id}\nevent: {kind}\ndata: {document}\n\n"
@@ -294,16 +307,46 @@ class Api:
                     settled = settled or (until_settled and (kind == FAILED or (turn_over and kind == IDLE)))
                 if settled or (not rows and self.over(session_id)):
                     return
+                live = live or not rows
+                if live and time.monotonic() - begun > LAG_SECONDS and self.lags(session_id, position):
+                    yield f"event: error\ndata: {dumps(interrupted())}\n\n"
+                    return
                 if not rows:
                     try:
                         await asyncio.wait_for(news.wait(), KEEPALIVE_SECONDS)
                     except asyncio.TimeoutError:
                         yield ": keepalive\n\n"
 
+    def lags(self, session_id: str, position: int) -> bool:
+        events, size = self.sessions.store.events_behind(session_id, position)
+        return events >= LAG_EVENTS or size >= LAG_BYTES
+
     def over(self, session_id: str) -> bool:
         """Whether a session will have no more events: it was deleted, or its environment is gone."""
         stored = self.sessions.store.session(session_id)
         return stored is None or stored["_environment"]["status"] in ("failed", "expired")
+
+
+class EventStream(StreamingResponse):
+    """An answer of events, which its server counts while it is open."""
+
+    def __init__(self, api: Api, events: AsyncIterator[str], status: int) -> None:
+        super().__init__(events, status, media_type="text/event-stream")
+        self.api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.api.streams += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.api.streams -= 1
+
+
+def interrupted() -> Doc:
+    """The only event that is in no log: it has no id of its own to resume from."""
+    message = "The reader lags; open the stream again with `Last-Event-ID`."
+    error = {"type": "server_error", "code": "stream_interrupted", "message": message, "param": None}
+    return {"type": "error", "event_id": str(uuid.uuid4()), "error": error}
 
 
 TURN_ENDS = tuple(f"{PREFIX}turn.{status}" for status in ("completed", "failed", "cancelled"))

@@ -14,7 +14,6 @@ import hmac
 import json
 import logging
 import secrets
-import sqlite3
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +31,16 @@ from core.documents import (
     user_message,
 )
 from core.egress import Door
-from core.errors import bad_request, conflict, not_found, unavailable, unsupported
+from core.errors import bad_request, conflict, not_found, storage_unavailable, unavailable, unsupported
 from core.harnesses import Harness
 from core.proxy import Network
 from core.recorder import Recorder
 from core.sandbox import Backend
 from core.sandbox.rooms import install, remove_tree
-from core.store import Store, new_id
-from core.turns import Live, TurnRunner
-from core.wire import Agent, Environment, InputEvents, Message, SessionCreate, ToolResult
+from core.store import StorageFailed, Store, new_id
+from core.turns import STORE_AGAIN_SECONDS, Live, TurnRunner
+from core.waiting import in_thread
+from core.wire import Agent, Content, Environment, InputEvents, Message, SessionCreate, ToolResult
 
 PREFIX = "agent.session."
 CREATE_SCOPE = ""
@@ -123,6 +123,10 @@ class Sessions:
         One transaction without an await: nobody sees half a session, and one that cannot be stored leaves no key.
         """
         harness = self.admit(request)
+        if self.runner.disk.short():
+            message = "The server's disk is down to its floor of free space; delete sessions, or make room on it."
+            raise unavailable(message, "artifact_storage_unavailable")
+        self.runner.check_line()
         session_id, now = new_id(), int(time.time())
         stored = new_session(request, session_id, (new_id(), new_id()), harness.name, now)
         try:
@@ -134,10 +138,10 @@ class Sessions:
                 room = self.backend.make_room(session_id, number)
                 for file in request.environment.files:
                     install(room.workspace, file.path.removeprefix("/workspace/"), file.data, room.uid)
-        except (OSError, sqlite3.OperationalError) as error:
+        except (OSError, StorageFailed) as error:
             self.backend.remove_room(session_id)
             reason = error.strerror if isinstance(error, OSError) else error
-            raise unavailable(f"The session cannot be stored: {reason}.", "artifact_storage_unavailable") from None
+            raise storage_unavailable(f"The session cannot be stored: {reason}.") from None
         budget = Budget(request.ceilings, self.prices.get(request.agent.model or ""))
         door = Door(request.bundle, self.client, network=request.environment.network, budget=budget)
         live = Live(session_id, request.agent, harness, request.environment, room, door)
@@ -145,21 +149,22 @@ class Sessions:
         self.spawn(live, turn_id)
         return session_id
 
-    def announce(self, stored: Doc, content: list[Doc] | None, now: int) -> str | None:
+    def announce(self, stored: Doc, messages: list[Content] | None, now: int) -> str | None:
         """The first events, and the queued turn of a session that comes with input."""
         created = session_document(stored, None)
         self.store.add_event(stored["id"], f"{PREFIX}created", {"session": created})
-        return None if content is None else self.queue_turn(stored, content, now)
+        return None if messages is None else self.queue_turn(stored, messages, now)
 
-    def queue_turn(self, stored: Doc, content: list[Doc], now: int) -> str:
-        """A queued turn with its user message, told in the order of AGENTS_API 5.4. Runs inside a transaction."""
+    def queue_turn(self, stored: Doc, messages: list[Content], now: int) -> str:
+        """A queued turn with its user messages, told in the order of AGENTS_API 5.4. Runs inside a transaction."""
         session_id, turn = stored["id"], new_turn(new_id(), stored, now)
         self.store.add_turn(turn)
         head = {"session_id": session_id, "turn_id": turn["id"]}
         self.store.add_event(session_id, f"{PREFIX}turn.created", {**head, "turn": turn})
-        item = user_message(new_id(), turn["id"], content)
-        self.store.save_item(session_id, item)
-        self.store.add_event(session_id, f"{PREFIX}turn.item.added", {**head, "output_index": None, "item": item})
+        for content in messages:
+            item = user_message(new_id(), turn["id"], content)
+            self.store.save_item(session_id, item)
+            self.store.add_event(session_id, f"{PREFIX}turn.item.added", {**head, "output_index": None, "item": item})
         shown = session_document(stored, turn)
         self.store.add_event(session_id, f"{PREFIX}in_progress", {"session": shown})
         return str(turn["id"])
@@ -167,10 +172,12 @@ class Sessions:
     def spawn(self, live: Live, turn_id: str | None) -> None:
         task = asyncio.create_task(self.runner.run(live, turn_id))
         live.tasks.add(task)
+        self.runner.line.add(task)
         task.add_done_callback(lambda done: self.finished(live, done))
 
     def finished(self, live: Live, task: asyncio.Task[None]) -> None:
         live.tasks.discard(task)
+        self.runner.line.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("turn of session %s: %s", live.session_id, error, exc_info=error)
 
@@ -184,9 +191,9 @@ class Sessions:
         for event in events:
             if isinstance(event, ToolResult):  # no harness of this server has tools of the client
                 raise bad_request(f"Unknown pending tool call: {event.call_id}")
-        messages = [event for event in events if isinstance(event, Message)]
+        messages = [content for event in events if isinstance(event, Message) for content in event.messages]
         if messages:
-            self.message(stored, [part for message in messages for part in message.content], key, digest)
+            self.message(stored, messages, key, digest)
             return
         with self.store.transaction():
             if key is not None:
@@ -194,18 +201,19 @@ class Sessions:
         if events:
             self.cancel(session_id)
 
-    def message(self, stored: Doc, content: list[Doc], key: str | None, digest: str) -> None:
+    def message(self, stored: Doc, messages: list[Content], key: str | None, digest: str) -> None:
         if stored["_environment"]["status"] in ("failed", "expired"):
             raise conflict("The session's environment is gone; create a new session.", "environment_unavailable")
         if self.active_turn(stored["id"]) is not None:
             raise conflict("A turn is under way; wait for its end or cancel it.", "turn_conflict")
+        self.runner.check_line()
         live = self.live.get(stored["id"]) or self.revive(stored)
         with self.store.transaction():
             if key is not None:
                 self.store.remember(stored["id"], key, digest, stored["id"])
             stored["last_active_at"] = int(time.time())
             self.store.save_session(stored)
-            turn_id = self.queue_turn(stored, content, stored["last_active_at"])
+            turn_id = self.queue_turn(stored, messages, stored["last_active_at"])
         self.spawn(live, turn_id)
 
     def cancel(self, session_id: str) -> None:
@@ -273,15 +281,19 @@ class Sessions:
         """Ends a session: what runs fails and is killed, the sandbox's files go; the record and artifacts stay."""
         session_id, turn = stored["id"], self.active_turn(stored["id"])
         live = self.live.get(session_id) or self.revive(stored)
-        if turn is not None:
-            self.runner.fail(live, turn["id"], failures.EXPIRED)
-        if stored["_environment"]["status"] in ("pending", "ready"):
-            turn_id = turn["id"] if turn is not None else None
-            self.runner.move_environment(live, turn_id, "expired", failures.EXPIRED.message)
-            with self.store.transaction():
-                self.runner.session_event(live, "failed")
+        try:
+            if turn is not None:
+                self.runner.fail(live, turn["id"], failures.EXPIRED)
+            if stored["_environment"]["status"] in ("pending", "ready"):
+                turn_id = turn["id"] if turn is not None else None
+                self.runner.move_environment(live, turn_id, "expired", failures.EXPIRED.message)
+                with self.store.transaction():
+                    self.runner.session_event(live, "failed")
+        except StorageFailed:
+            self.watch(session_id, STORE_AGAIN_SECONDS)
+            return
         await self.stop(session_id)
-        await asyncio.to_thread(self.backend.remove_room, session_id)
+        await in_thread(self.backend.remove_room, session_id, pool=self.runner.removers)
 
     async def stop(self, session_id: str) -> None:
         """Ends what runs of a session, and forgets what was in memory."""
@@ -296,7 +308,7 @@ class Sessions:
         with self.store.transaction():
             self.store.delete_session(session_id)
         await self.stop(session_id)
-        await asyncio.to_thread(self.remove_files, session_id)
+        await in_thread(self.remove_files, session_id, pool=self.runner.removers)
 
     def remove_files(self, session_id: str) -> None:
         remove_tree(self.runner.blobs(session_id).root)
@@ -397,6 +409,8 @@ class Sessions:
 def digest_key(path: Path) -> bytes:
     """The key of request digests: made once per data directory, so that idempotency outlives a restart."""
     if not path.exists():
-        path.touch(mode=0o600)
-        path.write_bytes(secrets.token_bytes(32))
+        whole = path.with_suffix(".new")
+        whole.touch(mode=0o600)
+        whole.write_bytes(secrets.token_bytes(32))
+        whole.replace(path)
     return path.read_bytes()

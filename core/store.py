@@ -71,6 +71,13 @@ class StoreUnavailable(Exception):
     """The database cannot be opened; the message is one line that says what to do."""
 
 
+class StorageFailed(Exception):
+    """The disk takes no more, or fails; what was to be written is not there. The message is SQLite's own."""
+
+
+FAILURES = ("database or disk is full", "disk I/O error", "attempt to write a readonly database", "unable to open")
+
+
 class Store:
     """All state below the directory `data`: `core.db` and what SQLite keeps beside it."""
 
@@ -105,15 +112,21 @@ class Store:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commits what the block wrote, or nothing of it; then wakes the readers of the sessions it touched."""
-        self.db.execute("BEGIN IMMEDIATE")
-        self.touched = set()
+        """Commits what the block wrote, or nothing of it; then wakes the readers of the sessions it touched.
+
+        Raises StorageFailed.
+        """
         try:
+            self.db.execute("BEGIN IMMEDIATE")
+            self.touched = set()
             yield
-        except BaseException:
-            self.db.execute("ROLLBACK")
+            self.db.execute("COMMIT")
+        except BaseException as error:
+            if self.db.in_transaction:  # a full disk may have ended it already
+                self.db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError) and str(error).startswith(FAILURES):
+                raise StorageFailed(str(error)) from None
             raise
-        self.db.execute("COMMIT")
         for session_id in self.touched:
             for wake in self.listeners.get(session_id, ()):
                 wake()
@@ -296,13 +309,24 @@ class Store:
         self.db.execute("INSERT INTO events (id, session_id, doc) VALUES (?,?,?)", (event_id, session_id, dumps(doc)))
         self.touched.add(session_id)
 
-    def events(self, session_id: str, after: int, limit: int) -> list[tuple[int, str, str]]:
-        """(position, event id, JSON) of the events behind position `after`."""
-        rows = self.db.execute(
-            "SELECT seq, id, doc FROM events WHERE session_id=? AND seq>? ORDER BY seq LIMIT ?",
-            (session_id, after, limit),
-        )
-        return rows.fetchall()
+    def events(self, session_id: str, after: int, limit: int, size: int) -> list[tuple[int, str, str]]:
+        """(position, event id, JSON) of the events behind position `after`: `limit` at the most, and no more once they
+        hold `size` characters."""
+        query = "SELECT seq, id, doc FROM events WHERE session_id=? AND seq>? ORDER BY seq LIMIT ?"
+        found, held = list[tuple[int, str, str]](), 0
+        with contextlib.closing(self.db.execute(query, (session_id, after, limit))) as rows:
+            for row in rows:
+                found.append(row)
+                held += len(row[2])
+                if held >= size:
+                    break
+        return found
+
+    def events_behind(self, session_id: str, after: int) -> tuple[int, int]:
+        """How many events lie behind position `after`, and their characters."""
+        query = "SELECT COUNT(*), COALESCE(SUM(LENGTH(doc)), 0) FROM events WHERE session_id=? AND seq>?"
+        count, size = self.db.execute(query, (session_id, after)).fetchone()
+        return count, size
 
     def event_position(self, session_id: str, event_id: str | None) -> int:
         """Where a reader starts: behind `event_id`, at the first event if it is unknown, at the end if it is None."""

@@ -4,6 +4,7 @@ Invariants:
 - A turn ends at the harness's own terminal event; then every process of its sandbox is killed.
 - What is published was captured after they were all gone, and appears in the transaction that completes the turn.
 - Whoever reads a terminal status reads the final items, usage and artifacts.
+- A session that exceeded its limit of disk is over: its environment fails, and its room is removed at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,18 @@ from core import failures
 from core.artifacts import Blobs, Capture, CaptureFailed, capture
 from core.documents import TERMINAL, add_usage, artifact_document, environment_state, session_document
 from core.egress import DOOR_URL, Call, Door
-from core.failures import Failure
+from core.errors import unavailable
+from core.failures import Death, Failure
 from core.harnesses import Effect, Ended, Harness, OutputReader, Thread, TurnRequest
 from core.recorder import Recorder
 from core.sandbox import CONTAINER_SIZES, OUTPUTS, Backend, Command, Limits, Room, Sandbox, SandboxFailed
+from core.sandbox.disk import Breach, DiskWatcher, Usage, Watched, breach, measure
+from core.sandbox.oom import host_oom_kills
 from core.sandbox.pipes import PipeReader
 from core.sandbox.rooms import install, open_up
-from core.store import Store, new_id
+from core.store import StorageFailed, Store, new_id
 from core.traces import span
-from core.waiting import within
+from core.waiting import in_thread, within
 from core.wire import Agent, Environment
 
 CHUNK_BYTES = 1 << 16
@@ -37,7 +42,10 @@ PARSED_BYTES = 128 << 20  # of a harness's events in a turn; what it streams and
 LINE_COST = 256  # what each event counts beside its bytes
 STDERR_BYTES = 16 << 10
 GRACE_SECONDS = 1.0
+REMOVERS = 32
 STEP_SECONDS = 120.0
+LINE = 1024  # turns and preparations that may wait for a slot
+STORE_AGAIN_SECONDS = 1.0
 PREPARATION_SECONDS = 1800.0
 PREFIX = "agent.session."
 
@@ -77,12 +85,12 @@ class Outcome:
     """How the harness's process went. `ended` is None when there was no terminal event."""
 
     ended: Ended | None
-    code: int
-    stderr: str
     cancelled: bool
-    memory_exceeded: bool
     lost: bool
     flooded: bool
+    death: Death
+    breach: Breach | None
+    watched: Watched
 
 
 class TurnRunner:
@@ -93,32 +101,68 @@ class TurnRunner:
         self.backend = backend
         self.blob_root = blobs
         self.slots = asyncio.Semaphore(slots)
+        self.disk = DiskWatcher(blobs.parent, backend.processes)
+        # Removing takes a while where an agent left a million files; nothing else shall wait for that.
+        self.removers = ThreadPoolExecutor(REMOVERS, "remove")
+        self.line: set[asyncio.Task[None]] = set()  # those that wait for a slot
         blobs.mkdir(mode=0o700, exist_ok=True)
 
     def blobs(self, session_id: str) -> Blobs:
         return Blobs(self.blob_root / session_id)
 
+    def directories(self, live: Live) -> tuple[Path, ...]:
+        """Where a session's files lie, which its limit of disk is for."""
+        return live.room.path, self.blobs(live.session_id).root
+
+    def watching(self, live: Live, sandbox: Sandbox, held: Usage) -> contextlib.AbstractContextManager[Watched]:
+        return self.disk.watching(live.room.path.name, self.directories(live), live.limits, sandbox.kill, held)
+
     def blobs_left(self) -> list[str]:
         """Sessions with blobs on disk, of this server or of an earlier one."""
         return [path.name for path in self.blob_root.iterdir()]
 
+    def check_line(self) -> None:
+        """Raises ApiError (503) when too many wait already."""
+        if len(self.line) >= LINE:
+            message = f"{LINE} turns wait for a sandbox already; try again later."
+            raise unavailable(message, "execution_unavailable")
+
     async def run(self, live: Live, turn_id: str | None) -> None:
         """Prepares the session if it is not, then runs the turn, if any. Any defect here fails the turn."""
+        task = asyncio.current_task()
+        assert task is not None
         async with live.lock, self.slots:
+            self.line.discard(task)
             try:
                 if await self.prepare(live, turn_id) and turn_id is not None:
                     await self.run_turn(live, turn_id)
+            except StorageFailed as error:
+                await self.fail_once_stored(live, turn_id, failures.storage_failure(str(error), "turn"))
             except Exception as error:
-                if turn_id is not None:
-                    message = f"The server failed: {type(error).__name__}."
-                    self.fail(live, turn_id, Failure("internal_error", message, "infrastructure", "server_defect"))
+                message = f"The server failed: {type(error).__name__}."
+                failure = Failure("internal_error", message, "infrastructure", "server_defect")
+                await self.fail_once_stored(live, turn_id, failure)
                 raise
+
+    async def fail_once_stored(self, live: Live, turn_id: str | None, failure: Failure) -> None:
+        """Ends a turn, or a preparation, that nothing runs for any more; on a full disk as soon as that can be told."""
+        while True:
+            try:
+                if self.session(live)["_environment"]["status"] == "pending":
+                    self.fail_environment(live, turn_id, failure)
+                elif turn_id is not None:
+                    begun = self.turn(live, turn_id)["status"] == "in_progress"
+                    recorder = Recorder.reopened(self.store, live.session_id, turn_id) if begun else None
+                    self.fail(live, turn_id, failure, recorder)
+                return
+            except StorageFailed:
+                await asyncio.sleep(STORE_AGAIN_SECONDS)
 
     # ── preparation ───────────────────────────────────────────────────────────────────────────────
 
     async def prepare(self, live: Live, turn_id: str | None) -> bool:
         """Runs the setup commands once per session. False when they failed and the session with them."""
-        stored, started = self.session(live), time.time_ns()
+        stored, started, began = self.session(live), time.time_ns(), time.monotonic()
         if stored["_environment"]["status"] != "pending":
             return bool(stored["_environment"]["status"] == "ready")
         self.move_environment(live, turn_id, "pending")
@@ -132,21 +176,28 @@ class TurnRunner:
         if turn_id is not None:
             preparation = span("preparation", "preparation", started, time.time_ns(), failed=failure is not None)
             self.add_span(live, turn_id, preparation)
+            with self.store.transaction():
+                turn = self.turn(live, turn_id)
+                turn["x_agents_core"]["timings"]["preparing_s"] = round(time.monotonic() - began, 3)
+                self.store.save_turn(turn)
         if failure is None:
             self.move_environment(live, turn_id, "ready")
             return True
         self.fail_environment(live, turn_id, failure)
+        await self.remove_room(live)
         return False
 
     async def setup(self, live: Live) -> Failure | None:
         for index, (command, directory) in enumerate(live.environment.setup_commands):
-            code = await self.setup_command(live, command, directory)
+            code, found = await self.setup_command(live, command, directory)
+            if found is not None:
+                return failures.sandbox_failure(found.message, found.reason, index=index, **found.params)
             if code != 0:
                 message = f'script "setup_commands[{index}]" failed with exit code {code}'
                 return failures.sandbox_failure(message, "setup_command_failed", index=index, exit_code=code)
         return None
 
-    async def setup_command(self, live: Live, command: str, directory: str) -> int:
+    async def setup_command(self, live: Live, command: str, directory: str) -> tuple[int, Breach | None]:
         script = 'cd -- "$1" && exec /bin/bash -c "$2"'
         argv = ["/bin/bash", "-c", script, "setup", directory, command]
         sandbox = await self.backend.run(
@@ -154,8 +205,9 @@ class TurnRunner:
         )
         draining = asyncio.create_task(drain(sandbox.stdout))
         try:
-            async with self.opened(live, sandbox):
-                return await within(STEP_SECONDS, sandbox.wait())
+            with self.watching(live, sandbox, Usage()) as watched:
+                async with self.opened(live, sandbox):
+                    return await within(STEP_SECONDS, sandbox.wait()), watched.breach
         finally:
             sandbox.kill()
             await sandbox.wait()
@@ -173,12 +225,14 @@ class TurnRunner:
             }
             self.store.add_event(live.session_id, f"{PREFIX}environment.{status}", members)
 
-    def fail_environment(self, live: Live, turn_id: str | None, failure: Failure) -> None:
+    def fail_environment(
+        self, live: Live, turn_id: str | None, failure: Failure, recorder: Recorder | None = None
+    ) -> None:
         """Also fails the turn that waits, which is not the one of `turn_id` when that was cancelled meanwhile."""
         self.move_environment(live, turn_id, "failed", failure.message)
         turn = self.store.last_turn(live.session_id)
         if turn is not None and turn["status"] not in TERMINAL:
-            self.fail(live, turn["id"], failure)
+            self.fail(live, turn["id"], failure, recorder)
         else:
             with self.store.transaction():
                 self.session_event(live, "failed")
@@ -195,17 +249,29 @@ class TurnRunner:
         if live.door.budget.exhausted.is_set():
             self.fail(live, turn_id, failures.budget_failure(live.door.budget.spent))
             return
+        held = await self.held(live, turn)
+        if (over := breach(held, live.limits)) is not None:
+            await self.give_up(live, turn_id, over)
+            return
+        if self.turn(live, turn_id)["status"] != "queued":
+            return  # cancelled while its room was measured
         self.begin(live, turn)
         recorder = Recorder(self.store, live.session_id, turn_id)
         live.door.begin_turn()
         live.door.on_call = lambda call: self.add_span(live, turn_id, call_span(call))
         try:
-            outcome = await self.drive(live, turn_id, recorder)
+            outcome = await self.drive(live, turn_id, recorder, held)
         except (SandboxFailed, OSError) as error:
             message = f"The sandbox did not start: {error}"
             self.fail(live, turn_id, failures.sandbox_failure(message, "sandbox_lost"), recorder)
             return
         await self.settle(live, turn_id, recorder, outcome)
+
+    async def held(self, live: Live, turn: Doc) -> Usage:
+        """What the session has on disk before the turn; of a new one only what came with it, which is little."""
+        if self.store.is_first_turn(turn) and not live.environment.setup_commands:
+            return Usage()
+        return await in_thread(measure, self.directories(live), live.limits)
 
     def begin(self, live: Live, turn: Doc) -> None:
         live.cancelled.clear()
@@ -214,29 +280,30 @@ class TurnRunner:
             self.store.save_turn(turn)
             self.turn_event(live, turn, "turn.in_progress")
 
-    async def drive(self, live: Live, turn_id: str, recorder: Recorder) -> Outcome:
+    async def drive(self, live: Live, turn_id: str, recorder: Recorder, held: Usage) -> Outcome:
         """Runs the harness to its terminal event, its exit, or a cancel; returns when its sandbox is gone."""
         launch = live.harness.launch(self.request(live, turn_id))
-        open_up(live.room)
-        for name, data in launch.home_files.items():
-            install(live.room.home, name, data, live.room.uid)
-        started = time.monotonic()
+        await in_thread(lay_out, live.room, launch.home_files)
+        started, kills = time.monotonic(), host_oom_kills()
         sandbox = await self.backend.run(launch.command, live.room, live.limits, live.seconds_left())
-        output = Output(live.harness.reader(), lambda effects: self.apply(live, recorder, effects))
+        output = Output(live.harness.reader(), live.limits.output, lambda effects: self.apply(live, recorder, effects))
         reading = asyncio.create_task(output.follow(sandbox.stdout))
-        stderr = asyncio.create_task(tail(sandbox.stderr, STDERR_BYTES))
+        stderr = asyncio.create_task(output.tail(sandbox.stderr, STDERR_BYTES))
         try:
-            async with self.opened(live, sandbox):
-                await self.until_over(live, sandbox, output)
+            with self.watching(live, sandbox, held) as watched:
+                async with self.opened(live, sandbox):
+                    await self.until_over(live, sandbox, output)
         finally:
             sandbox.kill()
             code = await sandbox.wait()
         await reading
-        if not live.cancelled.is_set() and not sandbox.lost and not output.flooded:
-            output.exited(code, time.monotonic() - started)
         said = (await stderr).decode(errors="replace")
-        cancelled = live.cancelled.is_set()
-        return Outcome(output.ended, code, said, cancelled, sandbox.memory_exceeded(), sandbox.lost, output.flooded)
+        cancelled, found = live.cancelled.is_set(), watched.breach or output.breach
+        if not cancelled and not sandbox.lost and not output.flooded and found is None:
+            output.exited(code, time.monotonic() - started)
+        starved = kills is None or host_oom_kills() != kills
+        death = Death(code, said, memory_exceeded=sandbox.memory_exceeded(), host_starved=starved)
+        return Outcome(output.ended, cancelled, sandbox.lost, output.flooded, death, found, watched)
 
     def opened(self, live: Live, sandbox: Sandbox) -> contextlib.AbstractAsyncContextManager[None]:
         assert sandbox.door is not None
@@ -260,11 +327,12 @@ class TurnRunner:
                 wait.cancel()
 
     def request(self, live: Live, turn_id: str) -> TurnRequest:
-        page = self.store.page("items", {"turn_id": turn_id}, limit=1, descending=False, after=None)
-        text = "\n\n".join(part["text"] for part in page.data[0]["content"])
+        said = [item for item in self.store.items(turn_id) if item.get("role") == "user"]
+        text = "\n\n".join(part["text"] for item in said for part in item["content"])
         thread = self.session(live)["_thread"]
         env = live.variables()
-        return TurnRequest(live.agent, live.door.bundle, DOOR_URL, live.door.key, text, env, thread)
+        home = self.backend.home(live.room)
+        return TurnRequest(live.agent, live.door.bundle, DOOR_URL, live.door.key, text, env, thread, home)
 
     def apply(self, live: Live, recorder: Recorder, effects: list[Effect]) -> None:
         with self.store.transaction():
@@ -281,27 +349,31 @@ class TurnRunner:
         calls = live.door.calls
         if live.door.budget.exhausted.is_set():
             self.fail(live, turn_id, failures.budget_failure(live.door.budget.spent), recorder)
+        elif outcome.watched.breach is not None:
+            await self.give_up(live, turn_id, outcome.watched.breach, recorder)
+            outcome.watched.cleared = True
         elif outcome.ended is not None and outcome.ended.error is None:
             await self.complete(live, turn_id, recorder)
         elif outcome.cancelled:
             self.cancel(live, turn_id, recorder)
         elif outcome.lost:
             self.fail(live, turn_id, failures.SANDBOX_LOST, recorder)
+        elif outcome.breach is not None:
+            self.fail(live, turn_id, failures.limit_failure(outcome.breach), recorder)
         elif outcome.flooded:
             self.fail(live, turn_id, failures.FLOODED, recorder)
         elif outcome.ended is not None:
             self.fail(live, turn_id, failures.turn_failure(calls, outcome.ended.error or ""), recorder)
+        elif live.seconds_left() <= 0:  # the launcher killed it then, which the session's timer is about to tell
+            self.fail(live, turn_id, failures.EXPIRED, recorder)
         else:
-            failure = failures.exit_failure(
-                calls, outcome.code, outcome.stderr, memory_exceeded=outcome.memory_exceeded
-            )
-            self.fail(live, turn_id, failure, recorder)
+            self.fail(live, turn_id, failures.exit_failure(calls, outcome.death), recorder)
 
     async def complete(self, live: Live, turn_id: str, recorder: Recorder) -> None:
         blobs = self.blobs(live.session_id)
         try:
             open_up(live.room)
-            found = await asyncio.to_thread(capture, live.room.workspace, OUTPUTS, blobs)
+            found = await in_thread(capture, live.room.workspace, OUTPUTS, blobs)
             now = int(time.time())
             with self.store.transaction():
                 recorder.abandon()
@@ -311,9 +383,17 @@ class TurnRunner:
         except CaptureFailed as error:
             self.fail(live, turn_id, failures.capture_failure(str(error)), recorder)
         except OSError as error:
-            self.fail(live, turn_id, failures.storage_failure(error.strerror or "I/O error"), recorder)
+            self.fail(live, turn_id, failures.storage_failure(error.strerror or "I/O error", "capture"), recorder)
         finally:
-            blobs.keep(self.store.digests(live.session_id))
+            await in_thread(blobs.keep, self.store.digests(live.session_id))
+
+    async def give_up(self, live: Live, turn_id: str, over: Breach, recorder: Recorder | None = None) -> None:
+        """Ends a session that exceeded its limit of disk, which it could not go on with, and takes the space back."""
+        self.fail_environment(live, turn_id, failures.limit_failure(over), recorder)
+        await self.remove_room(live)
+
+    async def remove_room(self, live: Live) -> None:
+        await in_thread(self.backend.remove_room, live.room.path.name, pool=self.removers)
 
     def publish(self, live: Live, turn_id: str, found: Capture, now: int) -> None:
         """A later turn publishes a path again only when its content changed."""
@@ -371,7 +451,8 @@ class TurnRunner:
         self.session_event(live, "failed" if status == "failed" else "idle")
 
     def add_span(self, live: Live, turn_id: str, stored_span: Doc) -> None:
-        with self.store.transaction():
+        """On a full disk the trace lacks a span; what the turn itself cannot store then ends it."""
+        with contextlib.suppress(StorageFailed), self.store.transaction():
             self.store.add_span(live.session_id, turn_id, stored_span)
 
     # ── reading and telling ───────────────────────────────────────────────────────────────────────
@@ -409,9 +490,11 @@ def call_span(call: Call) -> Doc:
 class Output:
     """The harness's output on its way to the record, up to its terminal event. Trouble there counts as the end."""
 
-    def __init__(self, reader: OutputReader, apply: Callable[[list[Effect]], None]) -> None:
+    def __init__(self, reader: OutputReader, limit: int, apply: Callable[[list[Effect]], None]) -> None:
         self.reader = reader
+        self.limit = limit
         self.apply = apply
+        self.read = 0  # bytes of standard output and error
         self.ended: Ended | None = None
         self.over = asyncio.Event()
         self.parsed = 0  # bytes of lines that were looked into
@@ -420,11 +503,25 @@ class Output:
     def flooded(self) -> bool:
         return self.parsed > PARSED_BYTES
 
+    @property
+    def breach(self) -> Breach | None:
+        """Its limit, if more was printed before the terminal event."""
+        if self.read <= self.limit or self.ended is not None:
+            return None
+        message = f"The sandbox printed more than its limit of {self.limit} bytes in a turn."
+        return Breach(message, "output_exceeded", {"limit_bytes": self.limit})
+
+    def count(self, size: int) -> None:
+        self.read += size
+        if self.read > self.limit:
+            self.over.set()
+
     async def follow(self, stream: PipeReader) -> None:
         """Reads to the end of the stream; what comes behind the terminal event is thrown away."""
         lines = Lines(LINE_BYTES) if self.reader.lines else None
         try:
             while chunk := await stream.read(CHUNK_BYTES):
+                self.count(len(chunk))
                 for piece in lines.feed(chunk) if lines else [chunk]:
                     if not self.flooded and not self.reader.skips(piece):
                         self.parsed += len(piece) + LINE_COST if lines else 0
@@ -436,6 +533,15 @@ class Output:
         except BaseException:
             self.over.set()
             raise
+
+    async def tail(self, stream: PipeReader | None, size: int) -> bytes:
+        """The last `size` bytes of standard error, read to its end."""
+        kept = bytearray()
+        while stream is not None and (chunk := await stream.read(CHUNK_BYTES)):
+            self.count(len(chunk))
+            kept += chunk
+            del kept[: max(0, len(kept) - size)]
+        return bytes(kept)
 
     def exited(self, code: int, seconds: float) -> None:
         self.take(self.reader.exited(code, seconds))
@@ -479,10 +585,8 @@ async def drain(stream: PipeReader) -> None:
         pass
 
 
-async def tail(stream: PipeReader | None, size: int) -> bytes:
-    """The last `size` bytes of a stream, read to its end."""
-    kept = bytearray()
-    while stream is not None and (chunk := await stream.read(CHUNK_BYTES)):
-        kept += chunk
-        del kept[: max(0, len(kept) - size)]
-    return bytes(kept)
+def lay_out(room: Room, files: dict[str, bytes]) -> None:
+    """Prepares a room for a turn; may have to remove what an agent put in the place of a file."""
+    open_up(room)
+    for name, data in files.items():
+        install(room.home, name, data, room.uid)

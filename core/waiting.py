@@ -7,8 +7,9 @@ the task then waits for all it goes on to do.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -25,3 +26,13 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any, pool: Executor | None = None) -> T:
+    """What a blocking function returns. A cancellation waits until its thread is done with the files it works on."""
+    work = asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise

@@ -38,6 +38,7 @@ RESERVED_PATHS = re.compile(r"/workspace/(\.codex(/.*)?|\.managed-agents[^/]*(/.
 MAX_DOMAINS = 100
 
 Doc = dict[str, Any]
+Content = list[Doc]  # the parts of one user message
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
@@ -209,7 +210,7 @@ class SessionCreate:
 
     agent: Agent
     environment: Environment
-    input: list[Doc] | None  # content parts of the user message
+    input: list[Content] | None
     metadata: dict[str, str]
     bundle: Bundle | None
     ceilings: Ceilings
@@ -361,28 +362,28 @@ def parse_metadata(members: Members) -> dict[str, str]:
 # ── input ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parse_input(members: Members) -> list[Doc] | None:
-    """Content parts of the first user message, or None."""
+def parse_input(members: Members) -> list[Content] | None:
+    """The user messages of the first turn, or None."""
     value = members.rest.pop("input", None)
     if value is None:
         return None
     return parse_messages(value, "input")
 
 
-def parse_messages(value: Any, path: str) -> list[Doc]:
-    """A string, or a non-empty list of user messages, as one list of content parts."""
+def parse_messages(value: Any, path: str) -> list[Content]:
+    """A string, or a non-empty list of user messages."""
     if isinstance(value, str):
-        content = [{"type": "input_text", "text": value}]
+        messages = [[{"type": "input_text", "text": value}]]
     elif isinstance(value, list) and value:
-        content = [part for index, message in enumerate(value) for part in parse_message(message, f"{path}[{index}]")]
+        messages = [parse_message(message, f"{path}[{index}]") for index, message in enumerate(value)]
     else:
         raise bad_request(f"'{path}' must be a string or a non-empty list of messages.", path)
-    if sum(len(part["text"].encode(errors="replace")) for part in content) > INPUT_BYTES:
+    if sum(len(part["text"].encode(errors="replace")) for content in messages for part in content) > INPUT_BYTES:
         raise bad_request(f"'{path}' must be at most {INPUT_BYTES} bytes.", path)
-    return content
+    return messages
 
 
-def parse_message(value: Any, path: str) -> list[Doc]:
+def parse_message(value: Any, path: str) -> Content:
     message = Members(value, path)
     message.choice("type", ("message",))
     message.choice("role", ("user",), required=True)
@@ -547,7 +548,9 @@ def parse_setup(value: Any, index: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Message:
-    content: list[Doc]
+    """One input event: the user messages in it."""
+
+    messages: list[Content]
 
 
 @dataclass(frozen=True)
@@ -584,9 +587,9 @@ def parse_event(value: Any, path: str) -> Message | Cancel | ToolResult:
     kind = event.string("type", required=True)
     prefix = "agent.session.input."
     if kind == f"{prefix}message":
-        content = parse_messages(event.items("input", required=True), f"{path}.input")
+        messages = parse_messages(event.items("input", required=True), f"{path}.input")
         event.done()
-        return Message(content)
+        return Message(messages)
     if kind == f"{prefix}cancel":
         event.done()
         return Cancel()

@@ -104,10 +104,23 @@ def processes() -> dict[int, tuple[str, str]]:
 
 
 def namespaces_of(mark: str) -> set[str]:
-    """The PID namespaces of sandboxes that run a command with this mark."""
+    """The PID namespaces of sandboxes that run a command with this mark; where they have none, the mark itself."""
     own = str(Path("/proc/self/ns/pid").readlink())
-    return {namespace for namespace, words in processes().values() if mark in words and namespace != own}
+    found = {namespace for namespace, words in processes().values() if mark in words}
+    return {mark if namespace == own else namespace for namespace in found}
 
 
 def members(namespaces: set[str]) -> list[str]:
-    return [words for namespace, words in processes().values() if namespace in namespaces]
+    """The processes in these. By its mark, one that has another command line is not found."""
+    return [
+        words for namespace, words in processes().values() if namespace in namespaces or has_mark(words, namespaces)
+    ]
+
+
+def has_mark(words: str, marks: set[str]) -> bool:
+    return any(mark in words for mark in marks)
+
+
+def another_runs_meanwhile(core: Core) -> bool:
+    """Whether a second session gets its turn while a first one is busy; with one slot there is none to ask."""
+    return core.backend == "landlock" or inside(core, "print(1)") == 1

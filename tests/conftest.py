@@ -23,7 +23,12 @@ import openai
 import pytest
 from model_endpoint import ModelEndpoint, model_endpoint
 
+from core.sandbox.backends import BACKENDS
+from core.sandbox.workspace import OWN_PLACE
+
 ROOT = Path(__file__).parents[1]
+WORKERS = 3  # most tests wait for processes, so more than there are cores
+LANDLOCK_TOO = ("tests/test_kill.py", "tests/test_network.py")  # they start Landlock sandboxes, or end those of others
 NO_NETWORK = {"access": "disabled"}
 HOSTED = {"type": "openai_hosted", "network": NO_NETWORK}
 SHELL = {"x_agents_core": {"harness": "shell"}}
@@ -97,6 +102,7 @@ class Core:
     service: Service
     client: openai.OpenAI
     temporary: Path | None = None
+    backend: str = "bubblewrap"
 
     @property
     def url(self) -> str:
@@ -248,6 +254,8 @@ def core_in(
 
     Its bubblewrap is a copy in there that belongs to that user, as in a virtual environment of their own.
     """
+    if "landlock" in arguments:
+        BOXES.stop("landlock")
     if user == "root" and os.getuid() != 0:
         pytest.skip("only root can run a server as root")
     closed = [path for path in (sys.prefix, sys.base_prefix, ROOT) if Path(path).stat().st_mode & 0o5 != 0o5]
@@ -262,9 +270,10 @@ def core_in(
         subprocess.run(["chown", "-R", str(USER), directory], check=True)
     path = os.pathsep.join((f"{directory}/packages", str(ROOT)))
     env = {"TMPDIR": f"{directory}/tmp", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
-    with service("core", "serve", *arguments, env=env, **options) as running:
+    with workspace_of(user, arguments), service("core", "serve", *arguments, env=env, **options) as running:
         core = connect(running)
         core.temporary = directory
+        core.backend = "landlock" if "landlock" in arguments else "bubblewrap"
         yield core
 
 
@@ -275,11 +284,67 @@ def own_packages(directory: Path) -> None:
                 shutil.copytree(Path(place, name), directory / "packages" / name, dirs_exist_ok=True)
 
 
-@pytest.fixture(scope="session", params=["root", "unprivileged"])
-def box(request: pytest.FixtureRequest) -> Iterator[Core]:
-    """One server per kind of user, for attacks that do not end it."""
-    with core_of(request.param) as core:
-        yield core
+class Boxes:
+    """One server per kind of user and backend, kept between tests. There is one /workspace, so those with Landlock
+    sandboxes give way to each other, and to any that a test starts for itself."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, tuple[Core, contextlib.ExitStack]] = {}
+
+    def get(self, backend: str, user: str) -> Core:
+        name = f"{backend}-{user}"
+        if name not in self.kept:
+            stack = contextlib.ExitStack()
+            core = stack.enter_context(core_of(user, "--sandbox", backend))
+            self.kept[name] = (core, stack)
+        return self.kept[name][0]
+
+    def stop(self, backend: str = "") -> None:
+        for name in [name for name in self.kept if name.startswith(backend)]:
+            self.kept.pop(name)[1].close()
+
+
+BOXES = Boxes()
+
+
+@pytest.fixture(scope="session")
+def boxes() -> Iterator[Boxes]:
+    yield BOXES
+    BOXES.stop()
+
+
+HOSTS = [(backend, user) for backend in BACKENDS for user in ("root", "unprivileged")]
+IDS = [f"{backend}-{user}" for backend, user in HOSTS]
+
+
+@pytest.fixture(params=HOSTS, ids=IDS)
+def box(request: pytest.FixtureRequest, boxes: Boxes) -> Core:
+    """A server per backend and kind of user, for attacks that do not end it."""
+    backend, user = request.param
+    marker = request.node.get_closest_marker("weaker")
+    if marker is not None and backend == "landlock":
+        pytest.skip(f"weaker under Landlock: {marker.args[0]}")
+    return boxes.get(backend, user)
+
+
+@contextlib.contextmanager
+def workspace_of(user: str, arguments: tuple[str, ...]) -> Iterator[None]:
+    """What root does once for an ordinary user's Landlock sandboxes, and undone."""
+    if user == "root" or "landlock" not in arguments:
+        yield
+        return
+    own = Path(OWN_PLACE.format(uid=USER if os.getuid() == 0 else os.getuid()))
+    workspace = Path("/workspace")
+    if os.getuid() != 0 and not (workspace.is_symlink() and workspace.readlink() == own):
+        pytest.skip(f"only root can make /workspace: ln -s {own} /workspace")
+    if os.getuid() == 0:
+        workspace.symlink_to(own)
+    try:
+        yield
+    finally:
+        if os.getuid() == 0:
+            workspace.unlink()
+            shutil.rmtree(own.parent, ignore_errors=True)
 
 
 @dataclass
@@ -305,3 +370,27 @@ def gateway() -> Iterator[Gateway]:
     book = {"scripts": {"script": SCRIPT}, "rollouts": {"r": "script"}}
     with service("gateway", "serve", "--scripts", "-", first_line=json.dumps(book) + "\n") as running:
         yield Gateway(running)
+
+
+# ── several processes for the whole suite ─────────────────────────────────────────────────────────
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Distributes the suite, where pytest-xdist is installed, nobody asked for anything else, and no file is named."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
+    if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses, config.option.dist = WORKERS, "loadscope"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process runs a file's tests, and one all that start Landlock sandboxes: a machine has one /workspace."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "landlock" if "landlock" in nodeid or file in LANDLOCK_TOO else file
+
+    return ByFile(config, log)

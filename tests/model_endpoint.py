@@ -1,4 +1,4 @@
-"""A model endpoint that answers as told by its URL: `{url}/<behaviour>/<label>/v1`, in both dialects.
+"""A model endpoint that answers as told by its URL: `{url}/<behaviour>/<label>/v1`, in the dialect that is asked.
 
 A real HTTP server in a thread. It keeps the requests it got by label, so that a test can count them and see what
 reached the model.
@@ -50,9 +50,18 @@ class Request:
 
 
 @dataclass
+class Step:
+    """One answer: what the model thinks, and the tools that it calls at once (name, arguments)."""
+
+    calls: list[tuple[str, Doc]] = field(default_factory=list)
+    thought: str = ""
+
+
+@dataclass
 class ModelEndpoint:
     url: str
     scripts: dict[str, str] = field(default_factory=dict)  # label → what the behaviour `runs` has the harness run
+    plays: dict[str, list[Step]] = field(default_factory=dict)  # label → the answers of the behaviour `plays`
     requests: dict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
     hung_up: dict[str, threading.Event] = field(default_factory=lambda: defaultdict(threading.Event))
 
@@ -77,8 +86,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.endpoint.requests[label].append(Request(self.path, headers, self.body))
         if rest[-1] == "count_tokens":
             self.whole(200, {"input_tokens": 11})
-        elif behaviour.isdigit():
-            self.error(int(behaviour), {"message": f"told to answer {behaviour}"})
+        elif behaviour[:3].isdigit():  # a status, and a code perhaps: `429-usage_limit_exceeded`
+            status, _, code = behaviour.partition("-")
+            self.error(int(status), {"message": f"told to answer {status}", **({"code": code} if code else {})})
         else:
             BEHAVIOURS[behaviour](self)
 
@@ -173,6 +183,81 @@ def runs_on_untold(handler: Handler) -> None:
     runs_on(handler, told=False)
 
 
+def plays(handler: Handler) -> None:
+    """Step by step, whatever the harness makes of it; then a last message."""
+    told = [request for request in handler.endpoint.requests[handler.label] if request.body.get("tools")]
+    steps, number = handler.endpoint.plays[handler.label], len(told)
+    step = steps[number - 1] if handler.body.get("tools") and number <= len(steps) else Step()
+    DIALECTS[handler.dialect](handler, step, number)
+    handler.chunk(b"")
+
+
+def play_responses(handler: Handler, step: Step, number: int) -> None:
+    first, message, last = events("responses", USAGE["responses"])
+    items = [message["item"]] if not step.calls else []
+    for index, (name, arguments) in enumerate(step.calls):
+        call = {"type": "function_call", "id": f"fc_{number}_{index}", "call_id": f"call_{number}_{index}"}
+        items.append({**call, "name": name, "arguments": json.dumps(arguments), "status": "completed"})
+    if step.thought:
+        summary = [{"type": "summary_text", "text": step.thought}]
+        items.insert(0, {"type": "reasoning", "id": f"rs_{number}", "summary": summary, "encrypted_content": "x"})
+    done = [
+        {"type": "response.output_item.done", "output_index": index, "item": item} for index, item in enumerate(items)
+    ]
+    handler.stream([first, *done, last])
+
+
+def play_messages(handler: Handler, step: Step, number: int) -> None:
+    first, *_, ending, last = events("messages", USAGE["messages"])
+    blocks: list[tuple[Doc, list[Doc]]] = []
+    if step.thought:
+        deltas = [
+            {"type": "thinking_delta", "thinking": step.thought},
+            {"type": "signature_delta", "signature": "x"},
+        ]
+        blocks.append(({"type": "thinking", "thinking": "", "signature": ""}, deltas))
+    if not step.calls:
+        blocks.append(({"type": "text", "text": ""}, [{"type": "text_delta", "text": TEXT}]))
+    for index, (name, arguments) in enumerate(step.calls):
+        block = {"type": "tool_use", "id": f"toolu_{number}_{index}", "name": name, "input": {}}
+        blocks.append((block, [{"type": "input_json_delta", "partial_json": json.dumps(arguments)}]))
+        ending["delta"]["stop_reason"] = "tool_use"
+    middle: list[Doc] = []
+    for index, (block, deltas) in enumerate(blocks):
+        middle.append({"type": "content_block_start", "index": index, "content_block": block})
+        middle += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+        middle.append({"type": "content_block_stop", "index": index})
+    handler.stream([first, *middle, ending, last])
+
+
+def play_chat(handler: Handler, step: Step, number: int) -> None:
+    deltas: list[Doc] = [{"role": "assistant", "content": ""}]
+    if step.thought:
+        deltas.append({"reasoning_content": step.thought})
+    if not step.calls:
+        deltas.append({"content": TEXT})
+    for index, (name, arguments) in enumerate(step.calls):
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        call = {"index": index, "id": f"call_{number}_{index}", "type": "function", "function": function}
+        deltas.append({"tool_calls": [call]})
+    head = {"id": "chat_1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    ending = {"index": 0, "delta": {}, "finish_reason": "tool_calls" if step.calls else "stop"}
+    usage = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
+    handler.begin(200, "text/event-stream")
+    for delta in deltas:
+        choice = {"index": 0, "delta": delta, "finish_reason": None}
+        handler.chunk(f"data: {json.dumps({**head, 'choices': [choice]})}\n\n".encode())
+    handler.chunk(f"data: {json.dumps({**head, 'choices': [ending]})}\n\n".encode())
+    handler.chunk(f"data: {json.dumps({**head, 'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
+
+
+DIALECTS: dict[str, Callable[[Handler, Step, int], None]] = {
+    "responses": play_responses,
+    "messages": play_messages,
+    "chat": play_chat,
+}
+
+
 def many(handler: Handler) -> None:
     """250 messages in one answer."""
     first, message, last = events("responses", USAGE["responses"])
@@ -261,7 +346,7 @@ def incomplete(handler: Handler) -> None:
 BEHAVIOURS: dict[str, Callable[[Handler], None]] = {
     behaviour.__name__: behaviour
     for behaviour in (
-        *(ok, runs, runs_on, runs_on_untold, many, no_usage, cut, ends_early, page, hang, echo, echo_stream),
+        *(ok, runs, runs_on, runs_on_untold, plays, many, no_usage, cut, ends_early, page, hang, echo, echo_stream),
         *(too_long, quota, redirect, incomplete),
     )
 }

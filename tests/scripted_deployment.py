@@ -16,6 +16,7 @@ import asyncio
 import base64
 import itertools
 import json
+import math
 import socket
 import sys
 import threading
@@ -34,6 +35,7 @@ from starlette.routing import Route
 
 Json = dict[str, Any]
 KEY = "scripted-deployment-key"
+Refusal = tuple[int, Json, dict[str, str]]  # status, error, headers
 ENDED = ("completed", "failed", "cancelled")
 USAGE: Json = {
     "input_tokens": 12,
@@ -69,7 +71,7 @@ class Script:
     items: list[Any] = field(default_factory=lambda: [{"type": "message", "role": "assistant", "content": []}])
     prefix: str = ""
     echo_network: Json | None = field(default_factory=lambda: {"access": "disabled", "allowed_domains": []})
-    refuse: dict[str, list[tuple[int, Json, dict[str, str]]]] = field(default_factory=dict)
+    refuse: dict[str, list[Refusal]] = field(default_factory=dict)
     """Per operation, answers given before it works: status, error, headers."""
     lose_create: int = 0
     """So many creates make their session, and answer 503."""
@@ -94,7 +96,11 @@ class Session:
         self.usage_reads = 0
         self.conflicts = script.delete_conflicts
         self.looks = 0
-        self.deleted = False
+        self.deleted_at: float | None = None
+
+    @property
+    def deleted(self) -> bool:
+        return self.deleted_at is not None
 
     def asked(self, times: int) -> bool:
         """Whether a script that calls this was asked so often."""
@@ -188,6 +194,14 @@ class Deployment:
         """By the input of the session."""
         self.requests: list[tuple[str, Json]] = []
         self.most_in_flight = 0
+        self.capacity = math.inf
+        """Sessions that it holds at a time; a create beyond is answered 429."""
+        self.free_seconds = 0.0
+        """How long a deleted session still takes its room."""
+        self.outage: Callable[[str], Refusal | None] = lambda operation: None
+        """What an operation is answered instead, if anything."""
+        self.creates: list[tuple[float, int, str]] = []
+        """Of every create request: when it came, the sessions alive when it was answered, its rollout's id."""
         self.base_url = ""
         self.seen = threading.Condition()
         """Notified at every request."""
@@ -195,6 +209,12 @@ class Deployment:
     @property
     def alive(self) -> list[Session]:
         return [session for session in self.sessions.values() if not session.deleted]
+
+    @property
+    def taken(self) -> int:
+        """Sessions that take room."""
+        freed = time.monotonic() - self.free_seconds
+        return sum(s.deleted_at is None or s.deleted_at > freed for s in self.sessions.values())
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         """Block until a request makes the condition true."""
@@ -213,20 +233,27 @@ class Deployment:
             self.calls_of[body.get("input", "")][operation] += 1
             self.seen.notify_all()
         waiting = self.script_of(body).refuse.get(operation)
-        if waiting:
-            status, error, headers = waiting.pop(0)
+        if refusal := waiting.pop(0) if waiting else self.outage(operation):
+            status, error, headers = refusal
             return JSONResponse({"error": error}, status, headers)
         return None
 
     async def create(self, request: Request) -> Response:
         body, key = await request.json(), request.headers.get("idempotency-key", "")
         self.requests.append((key, body))
+        self.creates.append((time.monotonic(), len(self.alive), (body.get("metadata") or {}).get("rollout_id", "")))
         if request.headers.get("authorization") != f"Bearer {KEY}":
             return error(401, "null", "A valid Agents API bearer key is required.")
         if refused := self.note("create", body):
             return refused
         script = self.script_of(body)
         known = self.keys.get(key) if script.honour_keys else None
+        if known and self.sessions[known].deleted:
+            return error(409, "idempotency_conflict", "The session of this Idempotency-Key was deleted.")
+        if not known and math.isfinite(self.capacity) and self.taken >= self.capacity:
+            return JSONResponse(
+                {"error": {"code": "rate_limit_exceeded", "message": "full"}}, 429, {"Retry-After": "1"}
+            )
         session = self.sessions[known] if known else Session(len(self.sessions) + 1, body, script)
         self.sessions[session.id], self.keys[key] = session, session.id
         self.most_in_flight = max(self.most_in_flight, len(self.alive))
@@ -237,7 +264,9 @@ class Deployment:
         return JSONResponse(session.public_view, 201)
 
     async def list_sessions(self, request: Request) -> Response:
+        wanted = request.query_params.get("metadata[run_id]")
         rows = [session.public_view for session in reversed(self.alive)]
+        rows = [row for row in rows if wanted is None or (row["metadata"] or {}).get("run_id") == wanted]
         return self.note("list", {}) or page(request, rows, self.script.page)
 
     async def on_session(self, operation: str, request: Request) -> tuple[Session, Response | None]:
@@ -258,7 +287,7 @@ class Deployment:
         if session.conflicts > 0 or busy:
             session.conflicts -= 1
             return error(409, "conflict_error", "session must be durably idle")
-        session.deleted = True
+        session.deleted_at = session.deleted_at or time.monotonic()
         return JSONResponse({"id": session.id, "object": "agent.session.deleted", "deleted": True})
 
     async def event(self, request: Request) -> Response:

@@ -181,7 +181,16 @@ REFUSED: list[tuple[str, Any, str, str | None]] = [
     ("agent_id", "a", UNSUPPORTED, "agent_id"),
     ("agent.model", None, UNSUPPORTED, "agent.model"),
     ("agent.model", 1, INVALID, "agent.model"),
-    ("agent.tools", [{"type": "web_search"}], UNSUPPORTED, "agent.tools"),
+    *(
+        ("agent.tools", [tool], UNSUPPORTED, "agent.tools")
+        for tool in (
+            {"type": "web_search"},
+            {"type": "function", "name": "f", "parameters": {"type": "object"}},
+            {"type": "mcp", "server_label": "s", "transport": {"type": "http", "server_url": "https://mcp.example"}},
+            {"type": "computer_use"},
+            {"type": "programmatic_tool_calling"},
+        )
+    ),
     ("agent.reasoning", {"effort": "low"}, UNSUPPORTED, "agent.reasoning"),
     ("agent.service_tier", "flex", UNSUPPORTED, "agent.service_tier"),
     ("agent.compaction", {"async": True}, UNSUPPORTED, "agent.compaction"),

@@ -234,7 +234,7 @@ def test_setup_commands_run_in_order_as_the_agent(core: Core) -> None:
     ]
     environment = {"setup_commands": setup, "env": {"SECRET": "s3"}}
     session, turn = core.run("cat who env where; echo $SECRET", environment=environment)
-    assert turn.status == "completed"
+    assert turn.status == "completed" and turn.to_dict()["x_agents_core"]["timings"]["preparing_s"] > 0
     assert core.output(session.id) == "agent\ns3\n/workspace/d\ns3\n"
 
 

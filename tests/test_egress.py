@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from conftest import HOSTED, Core, connect, service
 from model_endpoint import TEXT, ModelEndpoint
+
+from core.egress import DOOR_URL, Call, Door
+from core.failures import turn_failure
+from core.wire import Bundle
 
 KEY = "sk-canary-4f1d9c27b35e"
 Doc = dict[str, Any]
 
 # ── the causes of AGENTS_API 4.3 ──────────────────────────────────────────────────────────────────
+
+# Causes that a provider names itself: the status that it says them with.
+NAMED = {
+    "400-cyber_policy": "model",
+    "403-misalignment_policy_violation": "model",
+    "429-flex_unavailable": "provider",
+    "429-usage_limit_exceeded": "provider",
+    "429-project_spend_limit_exceeded": "provider",
+    "429-organization_spend_limit_exceeded": "provider",
+    "403-organization_usage_limit_exceeded": "provider",
+    "403-billing_not_active": "provider",
+    "402-credit_balance_exhausted": "provider",
+}
 
 # behaviour: code, class, what the message holds
 CAUSES: dict[str, tuple[str, str, str]] = {
@@ -24,6 +44,10 @@ CAUSES: dict[str, tuple[str, str, str]] = {
     "403": ("authentication_error", "provider", "answered 403"),
     "404": ("resource_not_found", "provider", "answered 404"),
     "429": ("rate_limit_exceeded", "provider", "answered 429"),
+    "402": ("usage_limit_exceeded", "provider", "answered 402"),
+    "408": ("request_timeout", "provider", "answered 408"),
+    "422": ("invalid_request", "provider", "answered 422"),
+    "500": ("server_error", "provider", "answered 500"),
     "503": ("server_overloaded", "provider", "answered 503"),
     "529": ("server_overloaded", "provider", "answered 529"),
     "too_long": ("context_length_exceeded", "model", "answered 400"),
@@ -36,10 +60,12 @@ CAUSES: dict[str, tuple[str, str, str]] = {
     "echo": ("authentication_error", "provider", "no such key: [key]"),
     "echo_stream": ("server_error", "provider", "no such key: [key]"),
     "unresolvable": ("connection_failed", "provider", "cannot be reached"),
+    **{said: (said[4:], class_, f"answered {said[:3]}") for said, class_ in NAMED.items()},
 }
 # Claude Code waits 10 s between its attempts: 529 stands for all that it repeats.
 RUN = {
-    "codex": "401 404 429 503 too_long incomplete quota cut ends_early page echo echo_stream redirect unresolvable",
+    "codex": "401 402 404 408 422 429 500 503 too_long incomplete quota cut ends_early page echo echo_stream redirect "
+    "unresolvable " + " ".join(NAMED),
     "claude_sdk": "403 404 529 too_long incomplete ends_early page echo_stream",
 }
 ROWS = [(harness, behaviour) for harness, behaviours in RUN.items() for behaviour in behaviours.split()]
@@ -190,6 +216,26 @@ def test_instructions_and_the_model_s_name_arrive(core: Core, model: ModelEndpoi
         sent = model.requests[label][-1].body
         assert sent["model"] == "some/model-7b"
         assert 'Mind the \\"gap\\" ü' in json.dumps(sent, ensure_ascii=False) and "the task itself" in json.dumps(sent)
+
+
+def test_a_model_that_says_nothing_in_time(model: ModelEndpoint) -> None:
+    """The door alone, with less patience than the server's ten minutes."""
+
+    async def ask() -> tuple[httpx.Response, list[Call]]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        listener.setblocking(False)
+        async with httpx.AsyncClient(timeout=0.3) as impatient, httpx.AsyncClient(trust_env=False) as sandbox:
+            door = Door(Bundle(**model.bundle("codex", "hang", "silent")), impatient)
+            headers = {"host": DOOR_URL.removeprefix("http://"), "authorization": f"Bearer {door.key}"}
+            async with door.open(listener):
+                answer = await sandbox.post(f"http://127.0.0.1:{port}/v1/responses", json={}, headers=headers)
+            return answer, door.calls
+
+    answer, calls = asyncio.run(ask())
+    failure = turn_failure(calls, "")
+    assert (answer.status_code, failure.code, failure.class_) == (504, "request_timeout", "provider")
+    assert model.hung_up["silent"].wait(5)  # the endpoint is not kept at it
 
 
 # ── the canary ────────────────────────────────────────────────────────────────────────────────────

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HOSTED, PROTOCOLS, Core, Gateway, seen_in_processes, service, until
+from conftest import HOSTED, PROTOCOLS, Core, Gateway, core_of, seen_in_processes, service, until
 from model_endpoint import ModelEndpoint
 
 from core.harnesses import registry
 from core.harnesses.npm import DEFAULT_PREFIX
+from core.sandbox.backends import BACKENDS
 
 Doc = dict[str, Any]
 HARNESSES = ("codex", "claude_sdk", "pi", "opencode")
@@ -33,6 +34,14 @@ def policies() -> Iterator[Gateway]:
     book = {"scripts": SCRIPTS, "rollouts": {name: name for name in SCRIPTS}}
     with service("gateway", "serve", "--scripts", "-", first_line=json.dumps(book) + "\n") as running:
         yield Gateway(running)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def core(request: pytest.FixtureRequest) -> Iterator[Core]:
+    """A server per backend, as root or as whoever runs the tests."""
+    user = "root" if os.getuid() == 0 else "unprivileged"
+    with core_of(user, "--sandbox", request.param) as running:
+        yield running
 
 
 @pytest.fixture(params=HARNESSES)

@@ -18,9 +18,10 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import HOSTED, Core, connect, service
+from conftest import BOXES, HOSTED, Core, connect, service
 
 from core.proxy import Network, TunnelRefused, is_host_name, is_public, parse_target
+from core.sandbox.backends import BACKENDS
 
 Doc = dict[str, Any]
 PUBLIC, PRIVATE = "1.2.3.4", "10.9.8.7"
@@ -52,8 +53,8 @@ for target in sys.argv[1:]:
 """
 
 
-@pytest.fixture(scope="module")
-def walled() -> Iterator[tuple[str, Core]]:
+@pytest.fixture(scope="module", params=BACKENDS)
+def walled(request: pytest.FixtureRequest) -> Iterator[tuple[str, Core]]:
     """(namespace, a server in it): a network namespace with a public and a private address of its own."""
     if os.getuid() != 0 or not shutil.which("ip"):
         pytest.skip("making a network namespace takes root and iproute2")
@@ -74,7 +75,9 @@ def walled() -> Iterator[tuple[str, Core]]:
         stack.callback(listener.wait)
         stack.callback(listener.kill)
         assert listener.stdout is not None and listener.stdout.readline() == "ready\n"
-        running = stack.enter_context(service("core", "serve", python=(*here, sys.executable)))
+        BOXES.stop("landlock")
+        arguments = ("core", "serve", "--sandbox", request.param)
+        running = stack.enter_context(service(*arguments, python=(*here, sys.executable)))
         yield name, connect(running)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,8 +17,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from attack import HELPERS, inline, inside, outside
-from conftest import Core, core_of
+from attack import HELPERS, inline, outside
+from conftest import HOSTS, IDS, ROOT, Core, core_of
 from model_endpoint import ModelEndpoint
 
 # Finds words in what every process can be asked for, in their memory, in what they have open, and in all files.
@@ -65,7 +63,7 @@ for pid in pids:
     attempt(look_at_process, pid)
 files = 0
 for root in given["roots"]:
-    for place, directories, names in os.walk(root):
+    for place, directories, names in os.walk(os.path.expanduser(root)):
         directories[:] = [name for name in directories if os.path.join(place, name) != "/proc"]
         for path in (os.path.join(place, name) for name in names):
             about = os.lstat(path)
@@ -98,7 +96,7 @@ class Secretive:
     since: float
 
 
-@pytest.fixture(scope="module", params=["root", "unprivileged"])
+@pytest.fixture(scope="module", params=HOSTS, ids=IDS)
 def secretive(request: pytest.FixtureRequest) -> Iterator[Secretive]:
     places = ("core key", "host environment", "expected answer", "solution", "task path", "model key")
     canaries = {place: f"canary{uuid4().hex}" for place in places}
@@ -109,7 +107,8 @@ def secretive(request: pytest.FixtureRequest) -> Iterator[Secretive]:
         (directory / "expected.json").write_text(json.dumps({"x": canaries["expected answer"]}))
         (directory / "solution.sh").write_text(f"echo {canaries['solution']}")
         env = {"CORE_API_KEY": canaries["core key"], "AWS_SECRET_ACCESS_KEY": canaries["host environment"]}
-        with core_of(request.param, env=env, cwd=directory) as core:
+        backend, user = request.param
+        with core_of(user, "--sandbox", backend, env=env, cwd=directory) as core:
             yield Secretive(core, canaries, directory, since)
 
 
@@ -121,10 +120,15 @@ def test_the_search_finds_them_on_the_host(secretive: Secretive) -> None:
     assert [name for name, places in found.items() if not places] == []
 
 
+# Where nothing is mounted, a walk from the root ends there: what is known to exist has to be named.
+NAMED = ["/workspace", "~", *("/usr", "/opt", "/etc", "/var", "/tmp", "/run", "/home", "/root", "/srv", "/mnt", "/sys")]
+ROOTS = {"bubblewrap": ["/"], "landlock": [*NAMED, tempfile.gettempdir(), str(ROOT)]}
+
+
 @pytest.mark.parametrize("harness", ["shell", "codex", "claude_sdk"])
 def test_no_canary_is_inside(secretive: Secretive, harness: str, model: ModelEndpoint) -> None:
     core, planted = secretive.core, f"planted{uuid4().hex}"
-    given = hidden({**secretive.canaries, "planted": planted}, ["/"], [], secretive.since)
+    given = hidden({**secretive.canaries, "planted": planted}, ROOTS[core.backend], [], secretive.since)
     program = f"{HELPERS}\ngiven = json.loads({json.dumps(given)!r})\n{SEARCH}\n{INSIDE}"
     environment = {"files": inline({"search.py": program, "planted.txt": planted})}
     if harness == "shell":
@@ -140,7 +144,7 @@ def test_no_canary_is_inside(secretive: Secretive, harness: str, model: ModelEnd
     places = result["found"].pop("planted")
     assert "/workspace/planted.txt" in places and any("memory" in place for place in places)
     assert {name: places for name, places in result["found"].items() if places} == {}
-    assert result["processes"] >= 3 and result["files"] > 5
+    assert result["processes"] >= 3 and result["files"] > (5 if core.backend == "bubblewrap" else 2)
     no_canary_in(json.dumps([session.to_dict(), turn.to_dict(), items(core, session.id)]), secretive)
 
 
@@ -162,26 +166,3 @@ def test_secrets_are_not_stored(secretive: Secretive) -> None:
             data = path.read_bytes()
             for word in secretive.canaries.values():
                 assert word.encode() not in data and base64.b64encode(word.encode())[:-4] not in data
-
-
-KEYRING = """
-import ctypes, os, sys
-libc = ctypes.CDLL(None, use_errno=True)
-libc.syscall(250, 1, None)  # KEYCTL_JOIN_SESSION_KEYRING
-assert libc.syscall(248, b"user", b"rl-eval-canary", b"secret", 6, -3) > 0  # into the session keyring
-os.execvp(sys.argv[1], sys.argv[1:])
-"""
-READ_KEYRING = """
-number = libc.syscall(250, 10, -3, b"user", b"rl-eval-canary", 0)  # KEYCTL_SEARCH
-buffer = ctypes.create_string_buffer(100)
-size = libc.syscall(250, 11, number, buffer, 100) if number > 0 else 0  # KEYCTL_READ
-print(json.dumps(buffer.raw[:size].decode()))
-"""
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are those of x86-64")
-def test_the_keyring_of_the_host_is_not_inherited() -> None:
-    assert outside(READ_KEYRING, None, sys.executable, "-c", KEYRING) == "secret"
-    user = "root" if os.getuid() == 0 else "unprivileged"
-    with core_of(user, python=(sys.executable, "-c", KEYRING, sys.executable)) as core:
-        assert inside(core, READ_KEYRING) == ""

@@ -23,7 +23,8 @@ Doc = dict[str, Any]
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """What a turn hands to its harness. `thread` is what an earlier turn of the session left with `Thread`."""
+    """What a turn hands to its harness. `thread` is what an earlier turn of the session left with `Thread`,
+    `home` the path of the sandbox's home directory."""
 
     agent: Agent
     bundle: Bundle | None
@@ -32,6 +33,7 @@ class TurnRequest:
     text: str
     env: dict[str, str]
     thread: str | None
+    home: str
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from core.harnesses import (
     tool_result_effects,
     wheel_version,
 )
-from core.sandbox import HOME, Command, Mount
+from core.sandbox import Command, Mount
 
 INSIDE = "/opt/claude/claude"
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -80,7 +80,7 @@ class ClaudeSdk(Harness):
         files = {}
         if turn.agent.instructions:
             files[INSTRUCTIONS] = turn.agent.instructions.encode(errors="replace")
-            argv += ["--append-system-prompt-file", f"{HOME}/{INSTRUCTIONS}"]
+            argv += ["--append-system-prompt-file", f"{turn.home}/{INSTRUCTIONS}"]
         if effort := turn.agent.harness_config.get("effort"):
             argv += ["--effort", effort]
         command = Command(argv, environment(turn), stdin=turn.text.encode(errors="replace"))
@@ -95,7 +95,7 @@ def environment(turn: TurnRequest) -> dict[str, str]:
     ours = {
         "ANTHROPIC_BASE_URL": turn.door_url,
         "ANTHROPIC_API_KEY": turn.door_key,
-        "CLAUDE_CONFIG_DIR": f"{HOME}/.claude",
+        "CLAUDE_CONFIG_DIR": f"{turn.home}/.claude",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_MAX_RETRIES": str(RETRIES),
         "DISABLE_AUTOUPDATER": "1",

@@ -33,7 +33,7 @@ from core.harnesses import (
     reasoning_item,
     wheel_version,
 )
-from core.sandbox import HOME, Command, Mount
+from core.sandbox import Command, Mount
 
 INSIDE = "/opt/codex"
 KEY_VARIABLE = "CODEX_DOOR_KEY"
@@ -70,7 +70,7 @@ class Codex(Harness):
         argv += ["--model", turn.agent.model or ""]
         for feature in OFF:
             argv += ["--disable", feature]
-        env = {**turn.env, KEY_VARIABLE: turn.door_key, "CODEX_HOME": f"{HOME}/.codex"}
+        env = {**turn.env, KEY_VARIABLE: turn.door_key, "CODEX_HOME": f"{turn.home}/.codex"}
         command = Command([*argv, "-"], env, stdin=turn.text.encode(errors="replace"))
         return Launch(command, {".codex/config.toml": toml(settings(turn))})
 

@@ -29,7 +29,7 @@ from core.harnesses import (
     tool_result_effects,
 )
 from core.harnesses.npm import NPM_INSTALL, find, npm_version
-from core.sandbox import HOME, Command, Mount
+from core.sandbox import Command, Mount
 
 CONFIG = ".config/opencode/opencode.json"
 INSTRUCTIONS = ".config/opencode/instructions.md"
@@ -54,7 +54,7 @@ class OpenCode(Harness):
 
     def launch(self, turn: TurnRequest) -> Launch:
         assert self.found is not None
-        argv = [self.found[1], "run", "--pure", "--format", "json", "--title", "session"]
+        argv = [self.found[1], "run", "--pure", "--format", "json", "--thinking", "--title", "session"]
         argv += ["--model", f"door/{turn.agent.model}"]
         if turn.thread:
             argv += ["--session", turn.thread]
@@ -88,7 +88,7 @@ def configuration(turn: TurnRequest) -> Doc:
         "permission": {"edit": "allow", "bash": "allow", "webfetch": "deny", "websearch": "deny"},
     }
     if turn.agent.instructions:
-        found["instructions"] = [f"{HOME}/{INSTRUCTIONS}"]
+        found["instructions"] = [f"{turn.home}/{INSTRUCTIONS}"]
     return found
 
 
@@ -154,7 +154,8 @@ def tool_effects(part: Doc) -> Iterator[Effect]:
     if item["type"] == "command_execution":
         told = metadata.get("exit")
         code = told if isinstance(told, int) else None
-        text = str(metadata.get("output", text))
-        failed = failed or bool(code)
+        # Without an exit code it was ended, by its time-out say: only the tool's own words tell of that.
+        text = str(metadata.get("output", text)) if code is not None else text
+        failed = failed or code != 0
     yield ItemStarted(call_id, item)
     yield from tool_result_effects(call_id, item, text, failed=failed, exit_code=code)

@@ -32,7 +32,7 @@ from core.harnesses import (
     tool_result_effects,
 )
 from core.harnesses.npm import NPM_INSTALL, find, npm_version
-from core.sandbox import HOME, Command, Mount
+from core.sandbox import Command, Mount
 
 DIRECTORY = ".pi/agent"
 KEY_VARIABLE = "PI_DOOR_KEY"
@@ -69,8 +69,13 @@ class Pi(Harness):
         if turn.thread:
             argv += ["--session", turn.thread]
         if turn.agent.instructions:
-            argv += ["--append-system-prompt", f"{HOME}/{DIRECTORY}/instructions.md"]
-        env = {**turn.env, KEY_VARIABLE: turn.door_key, "PI_CODING_AGENT_DIR": f"{HOME}/{DIRECTORY}", "PI_OFFLINE": "1"}
+            argv += ["--append-system-prompt", f"{turn.home}/{DIRECTORY}/instructions.md"]
+        env = {
+            **turn.env,
+            KEY_VARIABLE: turn.door_key,
+            "PI_CODING_AGENT_DIR": f"{turn.home}/{DIRECTORY}",
+            "PI_OFFLINE": "1",
+        }
         files = {f"{DIRECTORY}/models.json": json.dumps(models(turn)).encode()}
         if turn.agent.instructions:
             files[f"{DIRECTORY}/instructions.md"] = turn.agent.instructions.encode(errors="replace")

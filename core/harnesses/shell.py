@@ -20,7 +20,7 @@ from core.harnesses import (
     TurnRequest,
     command_item,
 )
-from core.sandbox import HOME, WORKSPACE, Command, Mount
+from core.sandbox import WORKSPACE, Command, Mount
 
 SCRIPT = ".script.sh"
 
@@ -38,7 +38,7 @@ class Shell(Harness):
 
     def launch(self, turn: TurnRequest) -> Launch:
         script = turn.text.encode(errors="surrogatepass")
-        command = Command(["/bin/bash", f"{HOME}/{SCRIPT}"], turn.env, merge_stderr=True)
+        command = Command(["/bin/bash", f"{turn.home}/{SCRIPT}"], turn.env, merge_stderr=True)
         return Launch(command, {SCRIPT: script})
 
     def reader(self) -> OutputReader:

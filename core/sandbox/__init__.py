@@ -1,13 +1,14 @@
 """Sandboxes: the only room that starts processes.
 
-`bubblewrap.py` is the backend, `launcher.py` the small process that forks sandboxes for it, `limits.py` what they
-may use. Nothing here knows sessions, harnesses or models: a `Command` goes in, a running `Sandbox` comes out.
+`bubblewrap.py` and `landlock.py` are the backends, `backends.py` chooses one; `launcher.py` and `landlock_launcher.py`
+are the small processes that fork sandboxes for them; `limits.py` and `disk.py` hold what these may use. Nothing here
+knows sessions, harnesses or models: a `Command` goes in, a running `Sandbox` comes out.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,21 +30,41 @@ class SandboxFailed(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one sandbox may use. Bytes, except `processes` and `open_files`."""
+    """What one sandbox may use. Bytes, except for `processes`, `cpus` and what is called files.
+
+    `disk` and `files` (directory entries) are those of a session: its room and its artifacts. `output` is what a
+    turn may print.
+    """
 
     processes: int
     memory: int
+    cpus: int
     file_size: int
+    disk: int
+    files: int
     temporary: int
+    output: int
     open_files: int = 4096
 
 
 GIB = 1 << 30
-CONTAINER_SIZES: Mapping[str, Limits] = {
-    "small": Limits(processes=256, memory=2 * GIB, file_size=GIB, temporary=GIB // 2),
-    "medium": Limits(processes=512, memory=4 * GIB, file_size=2 * GIB, temporary=GIB),
-    "large": Limits(processes=1024, memory=8 * GIB, file_size=4 * GIB, temporary=2 * GIB),
-}
+
+
+def scaled(size: int) -> Limits:
+    """The limits of a container size that is `size` times the small one."""
+    return Limits(
+        processes=256 * size,
+        memory=2 * GIB * size,
+        cpus=size,
+        file_size=GIB * size,
+        disk=2 * GIB * size,
+        files=200_000 * size,
+        temporary=GIB // 2 * size,
+        output=GIB * size,
+    )
+
+
+CONTAINER_SIZES: Mapping[str, Limits] = {"small": scaled(1), "medium": scaled(2), "large": scaled(4)}
 
 
 @dataclass(frozen=True)
@@ -98,6 +119,12 @@ class Mount:
 
 
 class Backend(Protocol):
+    """A way to run sandboxes: `slots` at a time, None where only the operator bounds them."""
+
+    name: str
+    slots: int | None
+    on_lost: Callable[[], None]
+
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -109,3 +136,16 @@ class Backend(Protocol):
     def remove_room(self, name: str) -> None: ...
 
     def rooms_left(self) -> list[str]: ...
+
+    def processes(self) -> dict[str, list[int]]:
+        """The ids of the processes that run now, by the name of their room."""
+
+    def home(self, room: Room) -> str:
+        """The path of the room's home directory inside."""
+        ...
+
+    async def inside(self, script: str) -> str: ...
+
+    def traits(self) -> list[tuple[str, str, bool]]: ...
+
+    def weaknesses(self) -> list[tuple[str, str]]: ...

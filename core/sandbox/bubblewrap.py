@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import platform
 import resource
@@ -50,6 +51,8 @@ TOOLS = "/opt/tools"
 PATH = f"{TOOLS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 READ_BYTES = 1 << 20
 START_SECONDS = 30.0
+NICENESS = 5  # of sandboxes whose CPU time no cgroup weighs
+SPARES = 4
 NAMESPACE_HELP = (
     "bubblewrap cannot make namespaces on this host ({reason}). Allow them (as root: sysctl -w "
     "kernel.unprivileged_userns_clone=1 user.max_user_namespaces=10000 "
@@ -140,9 +143,13 @@ class BubblewrapBackend:
     """Starts sandboxes through the launcher.
 
     `data` is the server's directory: rooms lie in `data/rooms`. `mounts` are read-only host paths for harnesses.
+    `spares` is how many sandboxes wait for a payload.
     """
 
-    def __init__(self, data: Path, mounts: list[Mount]) -> None:
+    name = "bubblewrap"
+    slots: int | None = None
+
+    def __init__(self, data: Path, mounts: list[Mount], spares: int = SPARES) -> None:
         self.data = data
         self.rooms = data / "rooms"
         self.mounts = mounts
@@ -150,7 +157,9 @@ class BubblewrapBackend:
         # Processes are counted by user id, so servers side by side should not hand out the same ones.
         self.first_number = zlib.crc32(os.fsencode(data.resolve()))
         self.cgroups: Cgroups | None = None
-        self.running: dict[str, BubblewrapSandbox] = {}
+        self.running: dict[str, BubblewrapSandbox] = {}  # by name; those that wait too
+        self.spares = spares
+        self.prewarmed: list[BubblewrapSandbox] = []
         self.control: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.on_lost: Callable[[], None] = lambda: None
@@ -226,11 +235,22 @@ class BubblewrapBackend:
     def traits(self) -> list[tuple[str, str, bool]]:
         """(what, how it is done here, whether that is the strong way)."""
         user = "a user id of its own per sandbox" if self.uids else "the server's own user, in a namespace of its own"
-        memory = f"cgroup v{self.cgroups.version}" if self.cgroups else "a watchdog that looks twice a second"
         filtered = seccomp.program() is not None
-        calls = "dangerous calls are refused" if filtered else "no filter is known for this architecture"
+        calls = "dangerous calls are refused" if filtered else seccomp.MISSING
         sandbox = f"bubblewrap on Linux {platform.release()}; {user}"
-        return [("sandbox", sandbox, True), ("memory", memory, bool(self.cgroups)), ("system calls", calls, filtered)]
+        return [
+            ("sandbox", sandbox, True),
+            ("system calls", calls, filtered),
+            *limit_traits(self.cgroups),
+            ("/tmp", "a tmpfs of bounded size; its files count as memory", True),
+        ]
+
+    def weaknesses(self) -> list[tuple[str, str]]:
+        """None: the others are measured by this backend."""
+        return []
+
+    def home(self, room: Room) -> str:
+        return HOME
 
     async def close(self) -> None:
         """Kills every sandbox and the launcher."""
@@ -255,21 +275,30 @@ class BubblewrapBackend:
     def remove_room(self, name: str) -> None:
         remove_tree(self.rooms / name)
 
+    def shares_cpu(self) -> bool:
+        """Whether cgroups bound and share CPU time here."""
+        return self.cgroups is not None and self.cgroups.cpu is not None
+
+    def processes(self) -> dict[str, list[int]]:
+        rooms = {sandbox.namespace: sandbox.room for sandbox in list(self.running.values()) if sandbox.namespace}
+        found: dict[str, list[int]] = {}
+        for process in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if process.name.isdigit() and (room := rooms.get(str((process / "ns/pid").readlink()))) is not None:
+                    found.setdefault(room, []).append(int(process.name))
+        return found
+
     def rooms_left(self) -> list[str]:
         """Names of rooms on disk, of this server or of an earlier one with the same data directory."""
         return [path.name for path in self.rooms.iterdir()]
 
     async def run(self, command: Command, room: Room, limits: Limits, seconds: float) -> BubblewrapSandbox:
         """Starts a payload, which is killed after `seconds`; returns once it is under way. Raises SandboxFailed."""
-        self.count += 1
-        name = f"{room.path.name}-{self.count}"
-        group = self.cgroups.create(name, limits) if self.cgroups else None
-        sandbox = BubblewrapSandbox(self, name, limits, group)
-        self.running[name] = sandbox
+        sandbox = self.prewarmed.pop(0) if self.prewarmed else self.prepare()
         try:
             self.launch(sandbox, command, room, limits, seconds)
         except BaseException:
-            sandbox.finish(-1)  # the launcher knows nothing of it
+            sandbox.kill()
             raise
         try:
             await within(START_SECONDS, asyncio.shield(sandbox.started))
@@ -280,10 +309,45 @@ class BubblewrapBackend:
             sandbox.kill()
             await asyncio.wait({sandbox.ended}, timeout=START_SECONDS)
             raise
+        if not self.prewarmed:
+            asyncio.get_running_loop().call_soon(self.prewarm)
         return sandbox
+
+    def prepare(self) -> BubblewrapSandbox:
+        """Has the launcher make a sandbox as far as it goes without a payload. Raises SandboxFailed."""
+        self.count += 1
+        name = f"sandbox-{self.count}"
+        group = self.cgroups.create(name) if self.cgroups else None
+        sandbox = self.running[name] = BubblewrapSandbox(self, name, group)
+        try:
+            self.send(
+                {
+                    "action": "prepare",
+                    "id": name,
+                    "cgroups": self.cgroups.joined(group) if self.cgroups and group else [],
+                }
+            )
+        except BaseException:
+            sandbox.finish(-1)  # the launcher knows nothing of it
+            raise
+        return sandbox
+
+    def prewarm(self) -> None:
+        """Fills up what waits, unless a start is under way, which needs the processors more.
+
+        Where that fails, the next `run` prepares its own, and fails with the reason.
+        """
+        if sum(not sandbox.started.done() for sandbox in self.running.values()) > len(self.prewarmed):
+            return
+        with contextlib.suppress(SandboxFailed, OSError):
+            while len(self.prewarmed) < self.spares:
+                self.prewarmed.append(self.prepare())
 
     def launch(self, sandbox: BubblewrapSandbox, command: Command, room: Room, limits: Limits, seconds: float) -> None:
         """Hands a payload to the launcher."""
+        if self.cgroups is not None and sandbox.group is not None:
+            self.cgroups.limit(sandbox.group, limits)
+        sandbox.room, sandbox.memory = room.path.name, limits.memory
         options = [*self.fixed_options, *room_options(room, limits), *environment_options(command.env)]
         request = {
             "action": "start",
@@ -291,8 +355,8 @@ class BubblewrapBackend:
             "bwrap": self.bwrap,
             "argv": command.argv,
             "uid": room.uid,
-            "cgroup": str(sandbox.group) if sandbox.group else None,
-            "rlimits": rlimits(limits),
+            "rlimits": rlimits(limits) | ({} if self.shares_cpu() else {"RLIMIT_CPU": cpu_seconds(limits, seconds)}),
+            "nice": 0 if self.shares_cpu() else NICENESS,
             "seconds": max(seconds, 0.0),
         }
         pipes = [os.pipe() for _ in range(1 if command.merge_stderr else 2)]
@@ -341,6 +405,8 @@ class BubblewrapBackend:
             sandbox.failed(report["message"])
         elif report["event"] == "exit":
             sandbox.finish(report["code"])
+            if sandbox.started.exception() is None:  # not for one that never ran, or its likes would follow for ever
+                asyncio.get_running_loop().call_soon(self.prewarm)
 
     def lost(self) -> None:
         """The launcher died, and all sandboxes with it."""
@@ -356,15 +422,17 @@ class BubblewrapBackend:
 
 
 class BubblewrapSandbox:
-    """One bwrap and all that runs in it."""
+    """One bwrap and all that runs in it; before its payload is known, the process that becomes it."""
 
     stdout: PipeReader
 
-    def __init__(self, backend: BubblewrapBackend, name: str, limits: Limits, group: Path | None) -> None:
+    def __init__(self, backend: BubblewrapBackend, name: str, group: Path | None) -> None:
         loop = asyncio.get_running_loop()
         self.backend = backend
         self.name = name
-        self.limits = limits
+        self.room = ""  # known with the payload
+        self.namespace = ""
+        self.memory = 0  # bytes that the payload may hold
         self.group = group
         self.stderr: PipeReader | None = None
         self.door: socket.socket | None = None
@@ -375,10 +443,11 @@ class BubblewrapSandbox:
         self.lost = False
 
     def under_way(self, namespace: str) -> None:
+        self.namespace = namespace
         if not self.started.done():
             self.started.set_result(None)
         if self.group is None:
-            self.watchdog = asyncio.create_task(watch_memory(namespace, self.limits.memory, self.on_exceeded))
+            self.watchdog = asyncio.create_task(watch_memory(namespace, self.memory, self.on_exceeded))
 
     def on_exceeded(self) -> None:
         self.exceeded = True
@@ -390,6 +459,10 @@ class BubblewrapSandbox:
 
     def finish(self, code: int) -> None:
         self.backend.running.pop(self.name, None)
+        if self in self.backend.prewarmed:
+            self.backend.prewarmed.remove(self)
+            if self.door is not None:
+                self.door.close()
         self.failed(f"bubblewrap ended with status {code} before the sandbox ran")
         if not self.ended.done():
             self.ended.set_result(code)
@@ -422,6 +495,21 @@ class BubblewrapSandbox:
         return self.exceeded
 
 
+def limit_traits(cgroups: Cgroups | None) -> list[tuple[str, str, bool]]:
+    """How the limits hold here that are the same for every backend, as `traits` tells them."""
+    version = f"cgroup v{cgroups.version}" if cgroups else ""
+    counted = "cgroup v2 and rlimit" if version == "cgroup v2" else "rlimit, counted per sandbox"
+    shared = cgroups is not None and cgroups.cpu is not None
+    cpu = version if shared else "rlimit per process, and lower priority: several may exceed the ceiling"
+    return [
+        ("processes", counted, True),
+        ("memory", version or "a watchdog that looks twice a second", bool(version)),
+        ("cpu", cpu, shared),
+        ("open files", "rlimit per process", True),
+        ("file size", "rlimit", True),
+    ]
+
+
 # ── pieces of the command line ────────────────────────────────────────────────────────────────────
 
 
@@ -439,7 +527,7 @@ def fixed_options(interpreters: list[Path]) -> list[str]:
             options += ["--symlink", str(host.readlink()).lstrip("/"), f"/{name}"]
         elif host.is_dir():
             options += ["--ro-bind", f"/{name}", f"/{name}"]
-    options += ["--ro-bind", f"{STAGE}/etc", "/etc", "--ro-bind", f"{STAGE}/opt", "/opt"]
+    options += ["--ro-bind", f"{STAGE}/etc", "/etc", "--ro-bind-try", f"{STAGE}/opt", "/opt"]
     for part in (part for prefix in interpreters for part in parts_of(prefix)):
         options += ["--ro-bind", f"{STAGE}/interpreters{part}", str(part)]
     path = ":".join([PATH, *(f"{prefix}/bin" for prefix in interpreters)])
@@ -469,6 +557,11 @@ def rlimits(limits: Limits) -> dict[str, int]:
         "RLIMIT_NOFILE": limits.open_files,
         "RLIMIT_CORE": 1,  # at 0 the kernel still starts the host's program that collects core dumps, if there is one
     }
+
+
+def cpu_seconds(limits: Limits, seconds: float) -> int:
+    """The most CPU time that a payload of so many seconds could use within its ceiling."""
+    return max(1, math.ceil(seconds * limits.cpus))
 
 
 def raise_open_files() -> None:

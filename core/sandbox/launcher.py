@@ -1,9 +1,10 @@
 """The process that starts sandboxes: single-threaded, standard library only, forked from once per sandbox.
 
-Core talks to it over one SOCK_SEQPACKET socket. A request names the payload and brings its stdin, stdout and stderr, a
-file of bwrap's options (in argv the sandbox could read them from /proc/1/cmdline) and a seccomp filter; the reply
-brings the listening socket of the door, which was opened on the loopback of the sandbox's own network namespace before
-anything ran in there.
+Core talks to it over one SOCK_SEQPACKET socket. A sandbox takes two requests. `prepare` forks a child, which joins its
+cgroup and makes its network namespace; the answer brings the listening socket of the door, opened on that namespace's
+loopback. Then the child waits. `start` names the payload and brings its stdin, stdout and stderr, a file of bwrap's
+options (in argv the sandbox could read them from /proc/1/cmdline) and a seccomp filter. So all that takes long and
+does not depend on the payload can be done before there is one. A child serves one `start`, then it is that sandbox.
 
 Invariants:
 - Nothing started here outlives the launcher, and the launcher does not outlive Core. It is the first process of a
@@ -139,14 +140,22 @@ def namespace_of(pid: int) -> str:
         return ""
 
 
-def become(request: dict[str, Any], control: socket.socket, handed: list[int], status: int) -> None:
-    """In the forked child: confines itself step by step, then turns into bwrap. Never returns normally."""
+def get_ready(request: dict[str, Any], control: socket.socket) -> None:
+    """In the forked child: what takes long and is the same for all payloads."""
     os.setsid()
-    if request["cgroup"] is not None:
-        Path(request["cgroup"], "cgroup.procs").write_text("0")
-    door = open_door()
-    reply = {"id": request["id"], "event": "door"}
-    socket.send_fds(control, [json.dumps(reply).encode()], [door.fileno()])
+    for group in request["cgroups"]:
+        # Unbuffered: after a fork, what a text file object touches costs half a millisecond in page faults.
+        members = os.open(f"{group}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+        os.write(members, b"0")  # may wait for all processors: 20 ms and more
+        os.close(members)
+    with open_door() as door:
+        reply = {"id": request["id"], "event": "door"}
+        socket.send_fds(control, [json.dumps(reply).encode()], [door.fileno()])
+
+
+def become(request: dict[str, Any], handed: list[int], status: int) -> None:
+    """In the child that has its request: confines itself step by step, then turns into bwrap. Never returns."""
+    os.nice(request["nice"])
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in (*handed, status)]
     for number, descriptor in enumerate(high):
         os.dup2(descriptor, number)
@@ -157,8 +166,6 @@ def become(request: dict[str, Any], control: socket.socket, handed: list[int], s
         os.setresuid(request["uid"], request["uid"], request["uid"])
     for name, value in request["rlimits"].items():
         limit(name, value)
-    for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
     os.umask(0o022)
     bwrap = request["bwrap"]
     os.execve(
@@ -170,11 +177,13 @@ def become(request: dict[str, Any], control: socket.socket, handed: list[int], s
 
 @dataclass
 class Child:
-    """One sandbox. `first` is the first process of its PID namespace, known once bwrap has told it."""
+    """One sandbox, or one to be: `orders` takes its payload, once. `first` is the first process of its PID namespace,
+    known once bwrap has told it."""
 
     name: str
     bwrap: int
     status: int
+    orders: socket.socket | None
     told: bytes = b""
     first: int | None = None
     doomed: bool = False
@@ -193,31 +202,41 @@ class Launcher:
     def send(self, message: dict[str, Any]) -> None:
         self.control.send(json.dumps(message).encode())
 
-    def start(self, request: dict[str, Any], handed: list[int]) -> None:
+    def prepare(self, request: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         reading, writing = os.pipe()
         try:
             pid = os.fork()
         except OSError as error:  # the host's limit of processes: this sandbox fails, the others live
-            for descriptor in (reading, writing, *handed):
+            for descriptor in (reading, writing, ours.detach(), theirs.detach()):
                 os.close(descriptor)
             self.send({"id": request["id"], "event": "failed", "message": str(error)})
             self.send({"id": request["id"], "event": "exit", "code": -1})
             return
         if pid == 0:
             try:
-                become(request, self.control, handed, writing)
+                get_ready(request, self.control)
+                order, handed, _, _ = socket.recv_fds(theirs, MESSAGE_BYTES, STATUS_FD)
+                become(json.loads(order), handed, writing)
             except BaseException as error:
                 with contextlib.suppress(OSError):
                     os.write(writing, json.dumps({"failed": str(error)}).encode() + b"\n")
             finally:
                 os._exit(126)
+        theirs.close()
         os.close(writing)
+        self.children[request["id"]] = Child(request["id"], pid, reading, ours)
+        self.poll.register(reading, select.POLLIN)
+
+    def start(self, child: Child | None, order: bytes, seconds: float, handed: list[int]) -> None:
+        """Passes the request on to the child that waits for it; when that has died, its end is told as any other."""
+        if child is not None and child.orders is not None:
+            with child.orders, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(child.orders, [order], handed)
+            child.orders = None
+            child.deadline = time.monotonic() + seconds
         for descriptor in handed:
             os.close(descriptor)
-        child = Child(request["id"], pid, reading)
-        child.deadline = time.monotonic() + request["seconds"]
-        self.children[child.name] = child
-        self.poll.register(reading, select.POLLIN)
 
     def read_status(self, child: Child) -> None:
         """bwrap writes its status lines in pieces; only whole ones count."""
@@ -247,7 +266,9 @@ class Launcher:
         """SIGKILL to the namespace's first process, hence to all; as soon as it is known. Without bwrap, which may
         have made it and not told yet, it would live on."""
         child.doomed = True
-        if child.first is not None:
+        if child.orders is not None:
+            os.kill(child.bwrap, signal.SIGKILL)
+        elif child.first is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.first, signal.SIGKILL)
 
@@ -264,6 +285,8 @@ class Launcher:
                 self.kill_orphans()
             if child.first is None or self.gone(child.first):
                 del self.children[child.name]
+                if child.orders is not None:
+                    child.orders.close()
                 self.send({"id": child.name, "event": "exit", "code": child.code})
 
     def kill_orphans(self) -> None:
@@ -290,10 +313,12 @@ class Launcher:
         if not data:
             return False
         request = json.loads(data)
-        action = request.pop("action")
-        if action == "start":
-            self.start(request, descriptors)
-        elif child := self.children.get(request["id"]):
+        action, child = request["action"], self.children.get(request["id"])
+        if action == "prepare":
+            self.prepare(request)
+        elif action == "start":
+            self.start(child, data, request["seconds"], descriptors)
+        elif child is not None:
             (self.terminate if action == "terminate" else self.kill)(child)
         return True
 
@@ -346,8 +371,8 @@ def become_first(control: socket.socket) -> None:
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, lambda *_: None)  # ignored, but unlike by SIG_IGN not in what a child becomes
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir("/")  # bwrap keeps the name of its directory in memory, where the sandbox can read it
     plan = json.loads(control.recv(MESSAGE_BYTES))

@@ -1,4 +1,4 @@
-"""A session's directories on the host: made, filled and removed although an agent had its hands in them.
+"""A session's directories on the host: made, filled, measured and removed although an agent had its hands in them.
 
 Nothing here follows a symbolic link below a room: every component is opened relative to its parent, without following.
 """
@@ -6,15 +6,20 @@ Nothing here follows a symbolic link below a room: every component is opened rel
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import stat
 import subprocess
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.sandbox import Room
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+MOST_HELD = 64
+MANY = 2000  # entries, from which on a tree is removed by another process
 
 
 def make_room(path: Path, uid: int | None) -> Room:
@@ -84,12 +89,150 @@ def clear(directory: int, name: str) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory, whatever an agent made of the modes, depth and names below it."""
+    """Removes a directory, whatever an agent made of the modes, depth and number of what is below it."""
     try:
-        shutil.rmtree(path)
+        if not holds_many(path):
+            shutil.rmtree(path)
+            return
     except FileNotFoundError:
         return
     except (OSError, RecursionError):
-        # GNU rm and chmod walk any depth and do not follow links; an own directory of mode 000 needs the chmod.
-        subprocess.run(["chmod", "-R", "u+rwX", "--", path], stderr=subprocess.DEVNULL, check=False)
-        subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL, check=False)
+        pass
+    # GNU rm and chmod walk any depth, do not follow links and hold up no thread of this process; an own directory of
+    # mode 000 needs the chmod.
+    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        if path.is_dir():
+            subprocess.run([*command, "--", path], stderr=subprocess.DEVNULL, check=False)
+
+
+def holds_many(path: Path) -> bool:
+    with contextlib.closing(walk(path)) as entries:
+        return next(itertools.islice(entries, MANY, None), None) is not None
+
+
+@dataclass
+class Level:
+    """A directory on the way down: its name, device and inode, and the subdirectories still to be looked into."""
+
+    name: str
+    identity: tuple[int, int]
+    left: list[str] = field(default_factory=list)
+
+    def scan(self, directory: int) -> Iterator[os.stat_result]:
+        with contextlib.suppress(OSError), os.scandir(directory) as entries:
+            for entry in entries:
+                try:
+                    about = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISDIR(about.st_mode):
+                    self.left.append(entry.name)
+                yield about
+
+
+class Opener:
+    """Opens directories without following links, also those of our own user whose mode forbids it.
+
+    Their modes come back when it is left; but only of the first MOST_HELD, each of which takes a descriptor.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[tuple[int, int]] = []  # descriptor, mode
+
+    def __enter__(self) -> Opener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor, mode in self.held:
+            with contextlib.suppress(OSError):
+                Path(f"/proc/self/fd/{descriptor}").chmod(mode)
+            os.close(descriptor)
+
+    def open(self, name: Path | str, parent: int | None) -> int | None:
+        """A descriptor; None when there is no such directory."""
+        try:
+            with contextlib.suppress(PermissionError):
+                found = os.open(name, DIRECTORY, dir_fd=parent)
+                if os.access(f"/proc/self/fd/{found}", os.X_OK):
+                    return found
+                os.close(found)
+            return self.unlock(name, parent)
+        except OSError:
+            return None
+
+    def unlock(self, name: Path | str, parent: int | None) -> int:
+        """Takes hold of the directory first, so that nothing else is opened in its place."""
+        held = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        mode, link = stat.S_IMODE(os.fstat(held).st_mode), Path(f"/proc/self/fd/{held}")
+        try:
+            link.chmod(mode | 0o500)
+            return os.open(link, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        finally:
+            if len(self.held) < MOST_HELD:
+                self.held.append((held, mode))
+            else:
+                os.close(held)
+
+
+def walk(root: Path) -> Generator[os.stat_result, None, None]:
+    """The state of every entry below a directory that may change meanwhile, at any depth, with few descriptors.
+
+    A directory is left by its "..", and found by its name from `root` when that leads elsewhere: it was moved.
+    """
+    with Opener() as opener:
+        start = opener.open(root, None)
+        if start is None:
+            return
+        current: int | None = os.dup(start)
+        levels = [Level("", identity(start))]
+        try:
+            yield from levels[-1].scan(start)
+            while levels:
+                if not levels[-1].left:
+                    levels.pop()
+                    current = climb(current, levels[-1].identity) if levels and current is not None else current
+                    continue
+                if current is None and (current := descend(start, levels, opener)) is None:
+                    levels.pop()
+                    continue
+                name = levels[-1].left.pop()
+                if (child := opener.open(name, current)) is None:
+                    continue
+                os.close(current)
+                current = child
+                levels.append(Level(name, identity(child)))
+                yield from levels[-1].scan(child)
+        finally:
+            for descriptor in (start, current):
+                if descriptor is not None:
+                    os.close(descriptor)
+
+
+def identity(directory: int) -> tuple[int, int]:
+    about = os.fstat(directory)
+    return about.st_dev, about.st_ino
+
+
+def climb(current: int, expected: tuple[int, int]) -> int | None:
+    """Closes a directory and opens the one above it, if that is the expected one."""
+    above = None
+    with contextlib.suppress(OSError):
+        above = os.open("..", DIRECTORY, dir_fd=current)
+    os.close(current)
+    if above is not None and identity(above) != expected:
+        os.close(above)
+        return None
+    return above
+
+
+def descend(start: int, levels: list[Level], opener: Opener) -> int | None:
+    """Opens the last of the levels by the names that lead to it; None when it is not there any more."""
+    current = os.dup(start)
+    for level in levels[1:]:
+        below = opener.open(level.name, current)
+        os.close(current)
+        if below is None:
+            return None
+        current = below
+    levels[-1].identity = identity(current)
+    return current
