@@ -34,6 +34,7 @@ from urllib.parse import quote
 
 import httpx
 
+from gateway import strict
 from gateway.export import Options, Report, find_target, groups, outcomes, summary
 from gateway.export.shapes import CannotExport, Rollout
 from gateway.export.trl import tokens
@@ -145,8 +146,7 @@ class Rollouts:
         joined = groups(path, self.traces, find_target("sequence"), Options(advantage=None), report := Report())
         traced = {rollout.id: rollout for group in joined for rollout in group.rollouts}
         if not traced or all(outcome["reward"] is None for outcome in found.values()):
-            log = path.with_suffix(".log")
-            raise RolloutsFailed(f"nothing to train on: {summary(report)}. See {path} and {log}")
+            raise RolloutsFailed(f"nothing to train on: {first_error(path)} ({summary(report)}). See {path}")
         logger.info("%s: %s", path, summary(report))
         check_temperature(traced.values(), temperature)
         return {(one["task"], one["sample"]): self.row(one, traced.get(one["rollout_id"])) for one in found.values()}
@@ -221,6 +221,13 @@ def finish(command: Sequence[str], environment: Mapping[str, str], said: Any) ->
 
 def last_line(path: Path) -> str:
     return (path.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"])[-1][:500]
+
+
+def first_error(path: Path) -> str:
+    """Of a run whose lines have been read."""
+    with path.open("rb") as file:
+        errors = (strict.loads(line).get("error") for line in file)
+        return str(next((error for error in errors if error), "no rollout says why"))[:500]
 
 
 def check_temperature(rollouts: Iterable[Rollout], temperature: float) -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine import END, MODEL, Engine, call_text, decode, engine
+from engine import END, MODEL, NAMES, START, Engine, call_text, decode, engine
 from recorded import Doc, Recorder, body, recorder
 from run_files import result, write_run
 
@@ -150,7 +150,7 @@ CHAT = {"role": "user", "content": TASKS["first"]}
 
 def recorded(setting: Setting, folder: Path, rewards: list[float | None], calls: list[int]) -> tuple[Rollouts, Path]:
     """A run of one task: sample n earned rewards[n] and opened calls[n] conversations."""
-    lines = [result("first", n, earned) for n, earned in enumerate(rewards)]
+    lines = [result("first", n, earned, error=None if earned else "It broke.") for n, earned in enumerate(rewards)]
     for line, count in zip(lines, calls, strict=True):
         line.rollout_id = f"{folder.name}-{len(list(setting.gateway.traces.iterdir()))}-{line.sample}"
         for number in range(count):
@@ -195,7 +195,7 @@ def test_a_batch_that_teaches_nothing_is_an_error(
     talking: Setting, tmp_path: Path, rewards: list[float | None], calls: list[int]
 ) -> None:
     rollouts, path = recorded(talking, tmp_path, rewards, calls)
-    with pytest.raises(RolloutsFailed, match=r"nothing to train on: .*run\.jsonl"):
+    with pytest.raises(RolloutsFailed, match=r"nothing to train on: It broke\. .*run\.jsonl"):
         rollouts.read(path, TEMPERATURE)
 
 
@@ -346,13 +346,10 @@ def tiny() -> tuple[Any, Any]:
 
     letters = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
     base = Tokenizer(models.BPE(letters, []))
+    base.add_special_tokens([NAMES[START], NAMES[END]])
     base.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=base,
-        additional_special_tokens=["<|im_start|>"],
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, eos_token=NAMES[END], pad_token=NAMES[END])
+    assert tokenizer.eos_token_id == END
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = Qwen2Config(
         vocab_size=259, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=1 << 16, **sizes
