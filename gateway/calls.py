@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
@@ -124,7 +125,7 @@ class Calls:
         kept = replace(request, conversation={}, results=())
         exchange = Exchange(attempt, dialect, kept, digest, record)
         exchange.task = asyncio.create_task(self.run(exchange, asked))
-        exchange.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        exchange.task.add_done_callback(report)
         attempt.remember(exchange)
         return exchange
 
@@ -191,6 +192,9 @@ class Calls:
             return await self.generate(exchange, asked)
         except Refused as refused:
             await self.failed(exchange, refused.message)
+            raise
+        except Exception as error:
+            await self.failed(exchange, f"the gateway failed: {type(error).__name__}")
             raise
         except asyncio.CancelledError:
             self.later(self.failed(exchange, exchange.cancelled_because or "the gateway stopped"))
@@ -288,6 +292,13 @@ class Calls:
 
     async def failed(self, exchange: Exchange, why: str) -> None:
         await self.keep(exchange, replace(exchange.record, state="failed", evidence=why))
+
+
+def report(task: asyncio.Task[Call]) -> None:
+    """An error that is no refusal is one of ours: say it where the gateway's log goes."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, Refused):
+        traceback.print_exception(error)
 
 
 def new_transforms(attempt: Attempt, transforms: list[Doc]) -> list[Doc]:

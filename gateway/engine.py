@@ -184,6 +184,8 @@ def read_answer(value: Doc) -> Answer:
         raise Refused(502, "the engine's answer does not hold one choice", "engine_malformed")
     choice = choices[0]
     message = object_at(choice, "message")
+    if not well_formed(message):
+        raise Refused(502, "the engine's answer holds a message that is none of chat completions", "engine_malformed")
     prompt_ids, (sampled, logprobs, findings) = ids_of(value.get("prompt_token_ids")), sampled_of(choice)
     return Answer(
         message=message,
@@ -197,6 +199,16 @@ def read_answer(value: Doc) -> Answer:
         parse_ok=parsed(message),
         findings=findings,
     )
+
+
+def well_formed(message: Doc) -> bool:
+    """Whether a text, reasoning and calls have the types that they are rendered from."""
+    texts = [message.get(name) for name in ("content", "reasoning", "reasoning_content")]
+    calls = message.get("tool_calls") or []
+    if not all(text is None or isinstance(text, str) for text in texts) or not isinstance(calls, list):
+        return False
+    functions = [object_at(called, "function") if isinstance(called, dict) else {} for called in calls]
+    return all(isinstance(one.get(name), str) for one in functions for name in ("name", "arguments"))
 
 
 def ids_of(value: Any) -> list[int] | None:

@@ -23,6 +23,8 @@ from conftest import until
 from engine import END, MODEL, Engine, call_text, decode, engine
 from recorded import PATHS, ROOT, Doc, Recorder, another, body, events_of, recorder, text_of, usage_of
 
+from gateway.call import Refused
+from gateway.engine import read_answer
 from gateway.graph import build
 
 
@@ -483,6 +485,24 @@ def test_an_engine_that_is_gone(tmp_path: Path, dialect: str) -> None:
         assert gone.status_code == 502 and "cannot be reached" in gone.json()["error"]["message"]
         assert gone.json()["error"]["type"] == ("api_error" if dialect == "messages" else "server_error")
         until(lambda: gateway.states() == ["failed"])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": 1},
+        {"content": None, "reasoning": ["x"]},
+        {"tool_calls": {"x": 1}},
+        {"tool_calls": [1]},
+        {"tool_calls": [{"function": {"name": "x"}}]},
+        {"tool_calls": [{"function": {"name": "x", "arguments": {}}}]},
+    ],
+    ids=str,
+)
+def test_a_malformed_message_of_the_engine_is_refused(message: Doc) -> None:
+    with pytest.raises(Refused, match="none of chat completions"):
+        read_answer({"choices": [{"message": message}]})
+    assert read_answer({"choices": [{"message": {"content": "x", "tool_calls": None}}]}).message["content"] == "x"
 
 
 ENGINE = ["--upstream", "{url}", "--model", MODEL, "--traces", "/tmp/x"]
