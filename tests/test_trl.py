@@ -6,7 +6,9 @@ The engine (engine.py) answers right in every second conversation, so a row's re
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import seen_in_processes, until
 from engine import END, MODEL, NAMES, START, Engine, call_text, decode, engine
 from recorded import Doc, Recorder, body, recorder
 from run_files import result, write_run
@@ -203,6 +206,47 @@ def test_another_temperature_than_the_trainers_is_refused(talking: Setting, tmp_
     rollouts, path = recorded(talking, tmp_path, [1.0], [1])
     with pytest.raises(RolloutsFailed, match=r"sampled at temperature 0\.7, the trainer scores at 1: "):
         rollouts.read(path, 1.0)
+
+
+BATCH = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from gateway.trl import Rollouts
+tasks, traces, runs = map(Path, sys.argv[1:])
+rollouts = Rollouts(tasks, traces, "tiny", runs=runs)
+rollouts(rollouts.prompts(), SimpleNamespace(args=SimpleNamespace(temperature=0.7)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM to the script"])
+def test_an_interrupted_batch_leaves_nothing_behind(talking: Setting, tmp_path: Path, number: int) -> None:
+    """The trainer's Ctrl-C ends the script in order; a script that was ended ends the batch."""
+    rollouts, engine = talking.rollouts, talking.gateway.engine
+    engine.held.clear()
+    before = len(engine.served)
+    arguments = [str(rollouts.tasks), str(rollouts.traces), str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", BATCH, *arguments], cwd=ROOT, env=rollouts.environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until(lambda: len(engine.served) >= before + 2)
+        target = process.pid if number == signal.SIGINT else child_of(process.pid)
+        os.kill(target, number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        engine.held.set()
+    expected = "KeyboardInterrupt" if number == signal.SIGINT else "rl_eval.py ended with 130"
+    assert process.returncode and expected in said.splitlines()[-1]
+    (path,) = tmp_path.glob("*.jsonl")
+    assert [json.loads(line)["status"] for line in path.open()] == ["cancelled", "cancelled"]
+    assert not seen_in_processes(path.name)
+
+
+def child_of(pid: int) -> int:
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
 
 
 # --- What is wrong is said on one line --------------------------------------------------------------------
