@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
+import math
 import os
 import secrets
 import signal
@@ -12,7 +14,8 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from gateway import commands, strict
 from gateway.scripted import ScriptBook
@@ -61,16 +64,33 @@ class CannotStart(Exception):
     """One line that says why."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Says on one line what is wrong, and takes no option by half its name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message = "unknown option or argument"  # not repeated: it may be a key
+        raise CannotStart(f"{message} (see {self.prog} --help)")
+
+
 def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    try:
+        options = parser().parse_args(arguments)
+    except CannotStart as reason:
+        print(f"gateway: {reason}", file=sys.stderr)
+        return 2
     if options.run is not None:
         return int(options.run(options))
     # Until the server takes over, the signals end the process in the same way.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     try:
+        check(options)
         if options.upstream is None:
-            start(options.host, options.port, options.scripts, options.exit_with_stdin)
+            start(options.host, options.port, options.scripts or "-", options.exit_with_stdin)
         else:
             record(options)
     except CannotStart as reason:
@@ -80,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser("python3 -m gateway", description="The inference gateway.")
+    top = Parser("python3 -m gateway", description="The inference gateway.")
     top.set_defaults(run=None)  # serve is started here, whatever else runs by itself
     chosen = top.add_subparsers(required=True, metavar="COMMAND")
     commands.add(chosen)
@@ -92,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1; any but loopback needs GATEWAY_API_KEY")
     serve.add_argument("--port", type=port, default=0, help="default 0: the system chooses")
-    serve.add_argument("--scripts", metavar="PATH|-", default="-", help=SCRIPTS_HELP)
+    serve.add_argument("--scripts", metavar="PATH|-", help=SCRIPTS_HELP)
     serve.add_argument("--exit-with-stdin", action="store_true", help=EXIT_HELP)
     add_recording(serve.add_argument_group("recording an engine").add_argument)
     return top
@@ -103,15 +123,21 @@ def add_recording(add: Callable[..., Any]) -> None:
     add("--model", metavar="NAME", help="the model it serves; every call goes to this one")
     add("--traces", metavar="DIR", type=Path, help="where the traces go")
     add("--purpose", choices=("train", "eval"), help=PURPOSE_HELP)
-    add("--temperature", type=float, default=1.0, metavar="T", help="of training; default 1. eval: what harnesses ask")
+    add(
+        "--temperature",
+        type=above_zero,
+        default=1.0,
+        metavar="T",
+        help="of training; default 1. eval: what harnesses ask",
+    )
     add("--template-kwargs", type=json_object, default={}, metavar="JSON", help="chat_template_kwargs of every call")
     add("--omit-tool", action="append", default=[], metavar="NAME", help=OMIT_HELP)
     add("--max-calls", type=positive, metavar="N", help="engine calls of an attempt; then the harness is told to stop")
     add("--max-sampled-tokens", type=positive, metavar="N", help="tokens an attempt may sample")
     add("--max-context", type=positive, metavar="N", help="prompt tokens of one call")
-    add("--max-wall", type=float, metavar="SECONDS", help="time since an attempt was opened")
+    add("--max-wall", type=above_zero, metavar="SECONDS", help="time since an attempt was opened")
     add("--on-context", choices=("stop", "native_error"), default="stop", help=CONTEXT_HELP)
-    add("--retry-grace", type=float, default=3.0, metavar="SECONDS", help=GRACE_HELP)
+    add("--retry-grace", type=seconds, default=3.0, metavar="SECONDS", help=GRACE_HELP)
     add(
         "--control-port",
         type=port,
@@ -122,23 +148,64 @@ def add_recording(add: Callable[..., Any]) -> None:
 
 
 def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    with contextlib.suppress(ValueError):
+        if (number := int(text)) > 0:
+            return number
+    raise argparse.ArgumentTypeError("must be a positive whole number")
+
+
+def above_zero(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError("must be a number above 0")
+
+
+def seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError("must be a number of seconds, 0 or more")
 
 
 def json_object(text: str) -> dict[str, Any]:
-    value = strict.loads(text.encode())
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
+    with contextlib.suppress(ValueError):
+        if isinstance(value := strict.loads(text.encode()), dict):
+            return value
+    raise argparse.ArgumentTypeError("must be a JSON object")
 
 
 def port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number <= 65535:
-        raise ValueError
-    return number
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := int(text)) <= 65535:
+            return number
+    raise argparse.ArgumentTypeError("must be a number from 0 to 65535")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what would be left unheard, or would show a key."""
+    if options.upstream is None:
+        if options.model or options.traces:
+            raise CannotStart("--model and --traces go with --upstream URL, the engine whose calls are recorded")
+        return
+    if not options.model or options.traces is None:
+        raise CannotStart("--upstream needs --model NAME and --traces DIR")
+    if options.scripts is not None:
+        raise CannotStart("--scripts is for the scripted policies: leave it or --upstream away")
+    if not is_base_url(options.upstream):
+        raise CannotStart(
+            "--upstream must be an http or https URL without user, query or fragment; its key goes into "
+            "UPSTREAM_API_KEY"
+        )
+
+
+def is_base_url(url: str) -> bool:
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        return bool(
+            parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not set(url) & set(" @?#")
+        )
+    return False
 
 
 def start(host: str, port: int, scripts: str, exit_with_stdin: bool) -> None:
@@ -155,17 +222,17 @@ def start(host: str, port: int, scripts: str, exit_with_stdin: bool) -> None:
 
 def record(options: argparse.Namespace) -> None:
     """Serve the engine until told to stop."""
-    if not options.model or options.traces is None:
-        raise CannotStart("--upstream needs --model NAME and --traces DIR")
-    key = api_key(options.host)
-    admin_key = options.admin_key or os.environ.get("GATEWAY_ADMIN_KEY") or secrets.token_urlsafe(32)
+    key, upstream_key = api_key(options.host), key_of("UPSTREAM_API_KEY")
+    admin_key = options.admin_key or key_of("GATEWAY_ADMIN_KEY") or secrets.token_urlsafe(32)
+    if admin_key == key:
+        raise CannotStart("GATEWAY_ADMIN_KEY and GATEWAY_API_KEY must differ: rollouts must not control the gateway")
     # Imported late: --help and the scripted policies do without.
     import uvloop
 
     from gateway.run import Run, RunFailed
 
     with listen(options.host, options.port) as listener, listen("127.0.0.1", options.control_port) as control:
-        run = Run(options, key, admin_key, os.environ.get("UPSTREAM_API_KEY", ""), rollout_url(listener, options.host))
+        run = Run(options, key, admin_key, upstream_key, rollout_url(listener, options.host))
 
         def ready() -> None:
             announce(listener, options.host, key)
@@ -179,12 +246,18 @@ def record(options: argparse.Namespace) -> None:
 
 
 def api_key(host: str) -> str:
-    key = os.environ.get("GATEWAY_API_KEY", "")
+    key = key_of("GATEWAY_API_KEY")
     if not key and not is_loopback(host):
         raise CannotStart(f"--host {host} is not loopback: set GATEWAY_API_KEY")
-    if not (key.isascii() and (key + "x").isprintable()) or key != key.strip():
-        raise CannotStart("GATEWAY_API_KEY must be printable ASCII, without spaces around it, to fit in a header")
     return key or secrets.token_urlsafe(32)
+
+
+def key_of(name: str) -> str:
+    """What the environment has under this name, or nothing."""
+    key = os.environ.get(name, "")
+    if not (key.isascii() and (key + "x").isprintable()) or key != key.strip():
+        raise CannotStart(f"{name} must be printable ASCII, without spaces around it, to fit in a header")
+    return key
 
 
 def is_loopback(host: str) -> bool:

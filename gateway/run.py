@@ -7,6 +7,7 @@ import contextlib
 import resource
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -74,7 +75,9 @@ class Run:
 
 def opened(options: argparse.Namespace) -> Store:
     try:
-        return Store(options.traces)
+        store = Store(options.traces)
+        with tempfile.TemporaryFile(dir=options.traces):  # or the first call would be the one to find out
+            return store
     except OSError as error:
         raise RunFailed(f"--traces {options.traces}: {error.strerror}") from None
 

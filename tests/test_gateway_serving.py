@@ -483,6 +483,7 @@ def test_an_engine_that_is_gone(tmp_path: Path, dialect: str) -> None:
         model.stop()
         gone = gateway.post(dialect, body(dialect))
         assert gone.status_code == 502 and "cannot be reached" in gone.json()["error"]["message"]
+        assert gone.json()["error"]["type"] == ("api_error" if dialect == "messages" else "server_error")
         until(lambda: gateway.states() == ["failed"])
 
 
@@ -502,6 +503,10 @@ def test_a_malformed_message_of_the_engine_is_refused(message: Doc) -> None:
     with pytest.raises(Refused, match="none of chat completions"):
         read_answer({"choices": [{"message": message}]})
     assert read_answer({"choices": [{"message": {"content": "x", "tool_calls": None}}]}).message["content"] == "x"
+
+
+ENGINE = ["--upstream", "{url}", "--model", MODEL, "--traces", "/tmp/x"]
+"""Of commands that start nothing."""
 
 
 def start(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -556,12 +561,51 @@ def test_an_engine_that_cannot_train_is_refused_before_anything(tmp_path: Path, 
         (["--upstream", "http://127.0.0.1:1", "--model", "x", "--traces", "/tmp/x"], "base URL"),
         (["--upstream", "{url}", "--model", "other", "--traces", "/tmp/x"], "serves: tiny"),
         (["--upstream", "{url}", "--model", MODEL, "--traces", "/proc/x"], "--traces /proc/x"),
+        # A file system that exists and takes no file, as one that is mounted read-only
+        (["--upstream", "{url}", "--model", MODEL, "--traces", "/proc/self"], "--traces /proc/self: "),
+        (["--model", MODEL, "--traces", "/tmp/x"], "go with --upstream"),
+        ([*ENGINE, "--scripts", "book.json"], "--scripts is for the scripted policies"),
+        ([*ENGINE, "--temperature", "0"], "--temperature: must be a number above 0"),
+        ([*ENGINE, "--temperature", "nan"], "--temperature: must be a number above 0"),
+        ([*ENGINE, "--max-wall", "inf"], "--max-wall: must be a number above 0"),
+        ([*ENGINE, "--retry-grace", "-1"], "--retry-grace: must be a number of seconds, 0 or more"),
+        ([*ENGINE, "--max-calls", "0"], "--max-calls: must be a positive whole number"),
+        ([*ENGINE, "--template-kwargs", "[1]"], "--template-kwargs: must be a JSON object"),
+        ([*ENGINE, "--port", "65536"], "--port: must be a number from 0 to 65535"),
+        ([*ENGINE, "--max-cal", "5"], "unknown option or argument (see python3 -m gateway --help)"),
+        (["--upstream", "ftp://host/v1", "--model", "x", "--traces", "/tmp/x"], "must be an http or https URL"),
     ],
 )
 def test_what_cannot_start_is_one_line_and_exit_2(model: Engine, options: list[str], says: str) -> None:
     refused = start(*[option.replace("{url}", model.url) for option in options])
     lines = [line for line in refused.stderr.splitlines() if not line.startswith(f"gateway: engine {MODEL}: ")]
     assert refused.returncode == 2 and len(lines) == 1 and says in lines[0] and not refused.stdout
+
+
+SECRET = "sk-secret-0123456789"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "says"),
+    [
+        (
+            ["--upstream", f"http://user:{SECRET}@127.0.0.1:1/v1", "--model", "x", "--traces", "/tmp/x"],
+            {},
+            "without user",
+        ),
+        (["--upstream", f"http://127.0.0.1:1/v1?k={SECRET}", "--model", "x", "--traces", "/tmp/x"], {}, "without user"),
+        (["--upstream-key", SECRET], {}, "unknown option or argument"),
+        (ENGINE, {"UPSTREAM_API_KEY": f"{SECRET}\n"}, "UPSTREAM_API_KEY must be printable ASCII"),
+        (ENGINE, {"GATEWAY_ADMIN_KEY": f"{SECRET}\n"}, "GATEWAY_ADMIN_KEY must be printable ASCII"),
+        (ENGINE, {"GATEWAY_ADMIN_KEY": SECRET, "GATEWAY_API_KEY": SECRET}, "must differ"),
+    ],
+)
+def test_a_key_in_a_wrong_place_is_refused_and_not_shown(
+    model: Engine, options: list[str], environment: dict[str, str], says: str
+) -> None:
+    refused = start(*[option.replace("{url}", model.url) for option in options], **environment)
+    assert refused.returncode == 2 and says in refused.stderr and refused.stderr.count("\n") == 1
+    assert SECRET not in refused.stderr + refused.stdout
 
 
 def test_a_base_url_without_v1_is_found(model: Engine, tmp_path: Path) -> None:

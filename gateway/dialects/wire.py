@@ -100,7 +100,7 @@ def openai_error(refused: Refused) -> dict[str, Any]:
     return {
         "error": {
             "message": refused.message,
-            "type": "invalid_request_error",
+            "type": "server_error" if refused.status >= 500 else "invalid_request_error",
             "param": None,
             "code": refused.code,
         }

@@ -22,12 +22,8 @@ def convert(group: Group) -> Iterator[Doc]:
                 f"rollout {rollout.id} has {len(rollout.rows)} sequences, this format takes one: use trl-async"
             )
         row = rollout.rows[0]
-        start = prompt_length(row)
         members = {
-            "prompt_ids": row["input_ids"][:start],
-            "completion_ids": row["input_ids"][start:],
-            "logprobs": zero_filled(row)[start:],
-            "env_mask": row["loss_mask"][start:],
+            **tokens(row),
             "reward": rollout.reward,
             "advantage": rollout.advantage,
             **identity(row),
@@ -36,3 +32,14 @@ def convert(group: Group) -> Iterator[Doc]:
             lists.setdefault(name, []).append(member)
     if lists:
         yield lists
+
+
+def tokens(row: Doc) -> Doc:
+    """The members that hold the row's tokens."""
+    start = prompt_length(row)
+    return {
+        "prompt_ids": row["input_ids"][:start],
+        "completion_ids": row["input_ids"][start:],
+        "logprobs": zero_filled(row)[start:],
+        "env_mask": row["loss_mask"][start:],
+    }
