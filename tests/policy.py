@@ -21,6 +21,8 @@ from recorded import ROOT, Recorder, recorder
 from torch_engine import Part, scores
 from transformers import Qwen3ForCausalLM
 
+BOUND = 1e-4
+"""Of |log π_again - log π_recorded| at any trained token."""
 Models = Mapping[str, Qwen3ForCausalLM]
 """By the version of their weights."""
 

@@ -42,6 +42,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from gateway.dialects import chat
+from gateway.prompt import NEUTRAL, NEUTRAL_EXTENDED
 from gateway.scripted import run_script
 
 ROOT = Path(__file__).parents[1]
@@ -50,8 +51,8 @@ END = 1
 """The id of <|im_end|>, the second special token."""
 CONTEXT = 65536
 KEPT_CACHES = 4
-NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-NEUTRAL |= {"repetition_penalty": 1.0}
+SEED = 1
+"""Of the sampler, at the start and at each new plan."""
 PICKED = "picked-"
 """Begins the id of a call that the text of its reply stands for: the template does not spell it out."""
 
@@ -153,13 +154,15 @@ class TorchEngine(Engine):
         return super().turn({**message, "tool_calls": spelled})
 
     def refusal(self, body: Doc) -> str | None:
-        odd = [name for name, value in NEUTRAL.items() if body.get(name, value) != value]
+        odd = [name for name, value in (NEUTRAL | NEUTRAL_EXTENDED).items() if body.get(name, value) != value]
         odd += [name for name in ("response_format", "stop", "logit_bias", "stream") if body.get(name)]
+        odd += ["temperature of 0"] if body.get("temperature") == 0 else []
         return f"this engine has no {', '.join(odd)}" if odd else None
 
     # --- A reply ---
 
     def parts(self, body: Doc) -> list[Part]:
+        """Of the reply that is due. Titles and the like, which come without tools, are sampled."""
         if not body.get("tools"):
             return [{"sample": 8}]
         said = sum(message["role"] == "assistant" for message in body["messages"])
@@ -188,7 +191,7 @@ class TorchEngine(Engine):
     def sample(self, served: Drawn) -> str:  # type: ignore[override]
         room = self.max_model_len - len(served.prompt_ids)
         limit = min(room, served.body.get("max_completion_tokens") or room)
-        temperature = served.body.get("temperature") or 1.0
+        temperature = served.body.get("temperature", 1.0)
         ids, logits, cache = served.sampled_ids, *self.prefill(served.prompt_ids)
         served.spans = [{"start": 0, "end": 0, "version": self.version}]
         for want in self.wanted(served):
@@ -270,6 +273,7 @@ class TorchEngine(Engine):
 
     async def steer(self, http: Request) -> Response:
         self.turns = json.loads(await http.body())["turns"]
+        torch.manual_seed(SEED)
         return JSONResponse({})
 
     async def weights(self, http: Request) -> Response:
@@ -295,25 +299,22 @@ def shared(one: list[int], other: list[int]) -> int:
     return next((at for at in range(most) if one[at] != other[at]), most)
 
 
-async def until_stdin_ends(server: uvicorn.Server) -> None:
-    serving = asyncio.create_task(server.serve([LISTENER]))
+async def serve(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Until standard input ends."""
+    serving = asyncio.create_task(server.serve([listener]))
     await asyncio.to_thread(sys.stdin.read)
     server.should_exit = server.force_exit = True
     await serving
 
 
-LISTENER = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-
-
 def main(weights: str) -> None:
     engine = TorchEngine(version="0")
     load(engine.model, weights)
-    torch.manual_seed(1)
-    LISTENER.bind(("127.0.0.1", 0))
-    LISTENER.listen(512)
+    torch.manual_seed(SEED)
     config = uvicorn.Config(engine.application(), lifespan="off", ws="none", log_config=None, access_log=False)
-    print(f"http://127.0.0.1:{LISTENER.getsockname()[1]}/v1", flush=True)
-    asyncio.run(until_stdin_ends(uvicorn.Server(config)))
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", flush=True)
+        asyncio.run(serve(uvicorn.Server(config), listener))
 
 
 if __name__ == "__main__":
