@@ -57,6 +57,9 @@ class Step:
     worst: float
     """The largest |log π_train - log π_rollout| before the update."""
 
+    def told(self) -> str:
+        return f"mean reward {self.reward:.3f}, expected {self.expected:.3f}, worst difference {self.worst:.1e}"
+
 
 def learn(folder: Path, steps: int = STEPS, rate: float = RATE, tell: Callable[[str], object] = print) -> list[Step]:
     write_task(folder, "choose", INSTRUCTION, {"choice": RIGHT}, choose=CHOOSE)
@@ -67,7 +70,7 @@ def learn(folder: Path, steps: int = STEPS, rate: float = RATE, tell: Callable[[
         running.steer([{"sample": 1}, {"pick": "python3 choose.py '{hex}'"}], [{"sample": 1}])
         for number in range(steps):
             done.append(step(running, model, optimizer, number))
-            tell(f"step {number}: {done[-1]}")
+            tell(f"step {number}: {done[-1].told()}")
     return done
 
 

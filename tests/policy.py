@@ -68,6 +68,14 @@ class Policy:
         subprocess.run([*command, "-o", str(out), *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         return read_lines(out)
 
+    def export_rollouts(self, *rollouts: str) -> list[Doc]:
+        """The rows of rollouts that no sweep ran, as samples of one group that all earned 1."""
+        names = {"group_id": rollouts[0], "task": "t", "harness": "h", "model": "m", "reward": 1.0}
+        lines = [{**names, "rollout_id": rollout, "sample": at} for at, rollout in enumerate(rollouts)]
+        run = self.folder / f"{rollouts[0]}.jsonl"
+        run.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return self.export(rollouts[0])
+
 
 def read_lines(path: Path) -> list[Doc]:
     return [json.loads(line) for line in path.read_text().splitlines()]

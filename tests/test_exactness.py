@@ -7,7 +7,6 @@ stay under BOUND; masks, shifts, temperatures and versions that are off by anyth
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,12 +47,6 @@ def talk(running: Policy, rollout: str, *turns: str) -> None:
         messages.append({"role": "assistant", "content": reply.json()["choices"][0]["message"]["content"]})
 
 
-def rows_of(running: Policy, rollout: str) -> list[Doc]:
-    names = {"group_id": rollout, "task": "t", "harness": "h", "model": "m", "sample": 0, "reward": 1.0}
-    (running.folder / f"{rollout}.jsonl").write_text(json.dumps({"rollout_id": rollout, **names}) + "\n")
-    return running.export(rollout)
-
-
 def worst(models: Models, rows: list[Doc], shift: int = 0, raw: bool = False) -> float:
     return max(float(differences(models, row, shift, raw).max()) for row in rows)
 
@@ -65,7 +58,7 @@ def test_after_a_fork(running: Policy, models: Models) -> None:
         history: list[Doc] = [{"role": "user", "content": "Begin."}]
         history += [{"role": "assistant", "content": "One answer for all."}, {"role": "user", "content": turn}]
         running.gateway.post("chat", body("chat", tools=True, messages=history), "fork").raise_for_status()
-    rows = rows_of(running, "fork")
+    rows = running.export_rollouts("fork")
     first = Counter(row["calls"][0]["call_id"] for row in rows)
     assert len(rows) == 3 and len(first) == 1  # one root, three leaves
     assert [row["loss_mask"][row["calls"][0]["start"]] for row in rows] == [1, 0, 0]
@@ -77,7 +70,7 @@ def test_where_text_encodes_to_other_ids(running: Policy, models: Models) -> Non
     """A random model's text never comes back as the ids it sampled: the prompt breaks, and both parts stay exact."""
     running.steer([{"sample": 48}])
     talk(running, "drift", "Begin.", "Go on.")
-    rows = rows_of(running, "drift")
+    rows = running.export_rollouts("drift")
     assert len(rows) == 2 and worst(models, rows) < BOUND
 
 
@@ -89,7 +82,7 @@ def test_across_a_swap_in_mid_call(
     file = str(save(models["1"], tmp_path / "1.pt"))
     running.control("/weights", {"file": file, "version": "1", "after_tokens": 12})
     talk(running, "swap", "Begin.")
-    (row,) = rows_of(running, "swap")
+    (row,) = running.export_rollouts("swap")
     (begin, middle, old), (again, end, new) = row["versions"]
     assert (old, new, middle - begin, again) == ("0", "1", 12, middle) and end == len(row["input_ids"])
     assert row["versions_exact"] and worst(models, [row]) < BOUND
@@ -107,7 +100,7 @@ def test_across_a_swap_between_calls(
     history = [{"role": "user", "content": "Begin."}, {"role": "assistant", "content": "One answer for all."}]
     history += [{"role": "user", "content": "Go on."}]
     running.gateway.post("chat", body("chat", tools=True, messages=history), "between").raise_for_status()
-    (row,) = rows_of(running, "between")
+    (row,) = running.export_rollouts("between")
     assert [version for _, _, version in row["versions"]] == ["0", "1"]
     assert worst(models, [row]) < BOUND
     swapped = {**row, "versions": [[start, end, "0"] for start, end, _ in row["versions"]]}
