@@ -7,7 +7,8 @@ gradient step on the rows, the new weights into the engine while the gateway hol
 samples one token, the agent runs `choose.py` with it, and of the four choices that it may come to one is right. So an
 untrained model earns a quarter of the rewards, and nothing but the sampled token decides.
 
-Before each update the rows are scored again with the weights that sampled them: the health metric of TOKEN_TRACES.
+Before each update the rows are scored again with the weights that sampled them: a wrong mask, shift or
+temperature shows there first.
 
 Not here: a trainer. The loss is GRPO's with one gradient step per batch, each rollout counted once.
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,16 +61,16 @@ class Step:
         return f"mean reward {self.reward:.3f}, expected {self.expected:.3f}, worst difference {self.worst:.1e}"
 
 
-def learn(folder: Path, steps: int = STEPS, rate: float = RATE, tell: Callable[[str], object] = print) -> list[Step]:
+def learn(folder: Path, steps: int = STEPS) -> list[Step]:
     write_task(folder, "choose", INSTRUCTION, {"choice": RIGHT}, choose=CHOOSE)
     model = random_model(0, SPREAD)
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     done = []
     with policy(folder, model) as running:
         running.steer([{"sample": 1}, {"pick": "python3 choose.py '{hex}'"}], [{"sample": 1}])
         for number in range(steps):
             done.append(step(running, model, optimizer, number))
-            tell(f"step {number}: {done[-1].told()}")
+            print(f"step {number}: {done[-1].told()}", flush=True)
     return done
 
 

@@ -27,10 +27,3 @@ def test_the_mean_reward_doubles(tmp_path: Path) -> None:
     assert max(step.worst for step in steps) < BOUND
     draw(steps, tmp_path / "learning.png")
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_without_updates_nothing_is_learned(tmp_path: Path) -> None:
-    npm("pi")
-    first, second = learn(tmp_path, steps=2, rate=0.0)
-    assert first.expected == second.expected
