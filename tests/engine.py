@@ -117,7 +117,14 @@ class Engine:
         for one in fields(Engine):
             setattr(self, one.name, getattr(fresh, one.name))
 
-    # --- The template ---------------------------------------------------------------------------------
+    # --- The tokenizer and the template ---------------------------------------------------------------
+
+    encode = staticmethod(encode)
+    decode = staticmethod(decode)
+
+    def served_of(self, body: Doc) -> Served:
+        prompt = self.encode(self.render(body["messages"], body.get("tools") or []))
+        return Served(body, prompt, version=self.version or "")
 
     def render(self, messages: list[Doc], tools: list[Doc]) -> str:
         head = f"<|im_start|>tools\n{json.dumps(tools)}<|im_end|>\n" if tools else ""
@@ -150,7 +157,7 @@ class Engine:
         """Fill S and L; the finish reason."""
         asked = served.body.get("max_completion_tokens") or served.body.get("max_tokens")
         room = self.max_model_len - len(served.prompt_ids)
-        ids = [*encode(self.script(served.body)), END]
+        ids = [*self.encode(self.script(served.body)), END]
         limit = min(room, asked or room)
         reason = "length" if len(ids) > limit else "stop"
         served.sampled_ids = ids[:limit]
@@ -168,8 +175,7 @@ class Engine:
 
     def completion(self, served: Served, reason: str) -> Doc:
         body, ids = served.body, served.sampled_ids
-        text = decode(ids[:-1] if reason == "stop" else ids)
-        message = self.parse(text, bool(body.get("tools")))
+        message = self.message(served, reason)
         if message.get("tool_calls") and reason == "stop":
             reason = "tool_calls"
         choice: Doc = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": None}
@@ -183,6 +189,11 @@ class Engine:
         if self.spans is not None:
             value["weight_versions"] = self.spans
         return value
+
+    def message(self, served: Served, reason: str) -> Doc:
+        ids = served.sampled_ids
+        text = self.decode(ids[:-1] if reason == "stop" else ids)
+        return self.parse(text, bool(served.body.get("tools")))
 
     def logprob_content(self, served: Served) -> list[Doc]:
         spell = served.body.get("return_tokens_as_token_ids") and self.ids
@@ -225,9 +236,7 @@ class Engine:
         body = json.loads(await http.body())
         if (problem := self.refusal(body)) is not None:
             return error(400, problem)
-        served = Served(
-            body, encode(self.render(body["messages"], body.get("tools") or [])), version=self.version or ""
-        )
+        served = self.served_of(body)
         if (too_long := self.overflow(served)) is not None:
             return error(400, too_long)
         self.served.append(served)
@@ -262,7 +271,7 @@ class Engine:
 
     async def tokenize(self, http: Request) -> Response:
         body = json.loads(await http.body())
-        ids = encode(self.render(body["messages"], body.get("tools") or []))
+        ids = self.served_of(body).prompt_ids
         return JSONResponse({"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids})
 
     async def models(self, http: Request) -> Response:
