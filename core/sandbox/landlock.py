@@ -16,20 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import platform
 import socket
 import stat
-import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from core.sandbox import (
-    CONTAINER_SIZES,
     WORKSPACE,
     Command,
     Limits,
@@ -39,27 +35,21 @@ from core.sandbox import (
     SandboxUnavailable,
     seccomp,
 )
-from core.sandbox.bubblewrap import (
-    NICENESS,
-    PATH,
-    READ_BYTES,
-    START_SECONDS,
+from core.sandbox.bubblewrap import PATH, host_interpreters, parts_of
+from core.sandbox.landlock_kernel import DEVICE, NEEDED_ABI, READ, READ_WRITE, SECCOMP_NUMBERS, landlock_abi
+from core.sandbox.launched import NICENESS, LaunchedBackend, LaunchedSandbox, raise_open_files
+from core.sandbox.launcher import DOOR_HOST
+from core.sandbox.limits import (
+    WATCH_SECONDS,
+    Cgroups,
     cpu_seconds,
-    first_uid,
-    host_interpreters,
     limit_traits,
-    memory_file,
-    parts_of,
-    raise_open_files,
+    proportional_bytes,
+    resident_bytes,
     rlimits,
 )
-from core.sandbox.landlock_kernel import DEVICE, NEEDED_ABI, READ, READ_WRITE, SECCOMP_NUMBERS, landlock_abi
-from core.sandbox.launcher import DOOR_HOST, MESSAGE_BYTES
-from core.sandbox.limits import WATCH_SECONDS, Cgroups, proportional_bytes, resident_bytes
-from core.sandbox.pipes import PipeReader
-from core.sandbox.rooms import make_room, remove_tree
+from core.sandbox.rooms import remove_tree
 from core.sandbox.workspace import WorkspaceLink
-from core.waiting import within
 
 WEAKNESSES = (
     ("one at a time", f"sandboxes run one after the other, as there is one {WORKSPACE}"),
@@ -84,27 +74,18 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 HELP = "Landlock sandboxes do not work on this host: {reason}."
 
 
-class LandlockBackend:
+class LandlockBackend(LaunchedBackend["LandlockSandbox"]):
     """Starts sandboxes through `landlock_launcher.py`, one at a time. Arguments as of the bubblewrap backend."""
 
     name = "landlock"
+    help = HELP
     slots: int | None = 1
 
     def __init__(self, data: Path, mounts: list[Mount]) -> None:
-        self.data = data
-        self.rooms = data / "rooms"
-        self.mounts = mounts
-        self.uids = first_uid()
-        self.first_number = zlib.crc32(os.fsencode(data.resolve()))
+        super().__init__(data, mounts)
         self.link = WorkspaceLink(self.rooms)
-        self.cgroups: Cgroups | None = None
         self.places = {mount.target: str(mount.source) for mount in mounts}
         self.environment: dict[str, str] = {}
-        self.running: dict[str, LandlockSandbox] = {}
-        self.control: socket.socket | None = None
-        self.process: subprocess.Popen[bytes] | None = None
-        self.on_lost: Callable[[], None] = lambda: None
-        self.count = 0
 
     async def start(self) -> None:
         """Takes /workspace, starts the launcher and one trial sandbox. Raises SandboxUnavailable."""
@@ -117,50 +98,11 @@ class LandlockBackend:
             let_users_in(self.data, [self.rooms, *(mount.source for mount in self.mounts)])
         self.link.acquire()
         self.cgroups = await asyncio.to_thread(Cgroups.detect)
-        private = [self.data, Path(__file__).parents[2]]
-        await self.start_launcher(fixed_rules([mount.source for mount in self.mounts], interpreters, private))
+        project = Path(__file__).parents[2]
+        rules = fixed_rules([mount.source for mount in self.mounts], interpreters, [self.data, project])
+        command = [sys.executable, "-S", "-E", "-B", "-m", "core.sandbox.landlock_launcher"]
+        await self.start_launcher(command, {"rules": rules}, project)
         await self.inside("exit 0")
-
-    async def start_launcher(self, rules: list[tuple[str, int]]) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-S", "-E", "-B", "-m", "core.sandbox.landlock_launcher", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                cwd=Path(__file__).parents[2],
-                env={},
-                start_new_session=True,
-            )
-        ours.setblocking(False)
-        self.control = ours
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(ours, json.dumps({"rules": rules}).encode())
-        reply = await asyncio.wait_for(loop.sock_recv(ours, MESSAGE_BYTES), START_SECONDS)
-        answer = json.loads(reply or b'{"event": "refused", "message": "the launcher ended"}')
-        if answer["event"] != "ready":
-            raise SandboxUnavailable(HELP.format(reason=answer["message"]))
-        loop.add_reader(ours, self.on_message)
-
-    async def inside(self, script: str) -> str:
-        """What a shell script prints in a sandbox of its own. Raises SandboxUnavailable when it does not succeed."""
-        room = self.make_room("trial", 0)
-        try:
-            command, limits = Command(["/bin/sh", "-c", script], {}, merge_stderr=True), CONTAINER_SIZES["small"]
-            sandbox = await self.run(command, room, limits, START_SECONDS)
-            code = await asyncio.wait_for(sandbox.wait(), START_SECONDS)
-            printed = (await sandbox.stdout.read(READ_BYTES)).decode(errors="replace")
-            if sandbox.door is not None:
-                sandbox.door.close()
-        except (SandboxFailed, OSError, asyncio.TimeoutError) as error:
-            raise SandboxUnavailable(HELP.format(reason=str(error) or "no answer")) from None
-        finally:
-            self.remove_room("trial")
-        if code != 0:
-            reason = printed.strip().splitlines()[-1:] or [f"exit status {code}"]
-            raise SandboxUnavailable(HELP.format(reason=reason[0]))
-        return printed
 
     def traits(self) -> list[tuple[str, str, bool]]:
         """(what, how it is done here, whether that is the strong way)."""
@@ -169,41 +111,14 @@ class LandlockBackend:
         held = [("sandbox", sandbox, True), ("system calls", "dangerous calls are refused", True)]
         return [*held, *limit_traits(self.cgroups), *((what, text, False) for what, text in self.weaknesses())]
 
-    def shares_cpu(self) -> bool:
-        """Whether cgroups bound and share CPU time here."""
-        return self.cgroups is not None and self.cgroups.cpu is not None
-
     def weaknesses(self) -> list[tuple[str, str]]:
         """What holds less than under bubblewrap."""
         return [*WEAKNESSES, *(() if self.uids else (SHARED_USER,))]
 
     async def close(self) -> None:
         """Kills every sandbox and the launcher, and gives /workspace back."""
-        if self.control is not None:
-            self.on_lost = lambda: None
-            asyncio.get_running_loop().remove_reader(self.control)
-            self.control.close()
-        if self.process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self.process.wait, 10)
-            self.process.kill()
-        for sandbox in list(self.running.values()):
-            sandbox.finish(-9)
-        if self.cgroups is not None:
-            self.cgroups.close()
+        await super().close()
         self.link.release()
-
-    def make_room(self, name: str, number: int) -> Room:
-        """The directories of a session. `number` picks the user id that owns them when the server is root."""
-        uid = None if self.uids is None else self.uids[0] + (self.first_number + number) % self.uids[1]
-        return make_room(self.rooms / name, uid)
-
-    def remove_room(self, name: str) -> None:
-        remove_tree(self.rooms / name)
-
-    def rooms_left(self) -> list[str]:
-        """Names of rooms on disk, of this server or of an earlier one with the same data directory."""
-        return [path.name for path in self.rooms.iterdir()]
 
     def processes(self) -> dict[str, list[int]]:
         running = [sandbox for sandbox in list(self.running.values()) if sandbox.supervisor]
@@ -221,26 +136,18 @@ class LandlockBackend:
         self.count += 1
         name = f"{room.path.name}-{self.count}"
         group = self.cgroups.create(name) if self.cgroups else None
-        sandbox = self.running[name] = LandlockSandbox(self, name, room.path.name, limits, group)
+        sandbox = self.running[name] = LandlockSandbox(self, name, group)
         try:
             self.launch(sandbox, command, room, limits, seconds)
         except BaseException:
             sandbox.finish(-1)  # the launcher knows nothing of it
             raise
-        try:
-            await within(START_SECONDS, asyncio.shield(sandbox.started))
-        except BaseException as error:
-            sandbox.kill()
-            await asyncio.wait({sandbox.ended}, timeout=START_SECONDS)
-            if isinstance(error, asyncio.TimeoutError):
-                raise SandboxFailed(f"the sandbox did not start within {START_SECONDS:g} s") from None
-            raise
+        await self.until_started(sandbox)
         return sandbox
 
     def launch(self, sandbox: LandlockSandbox, command: Command, room: Room, limits: Limits, seconds: float) -> None:
         """Turns /workspace to the room, opens the door, and hands the payload to the launcher."""
-        if self.cgroups is not None and sandbox.group is not None:
-            self.cgroups.limit(sandbox.group, limits)
+        self.bind(sandbox, room, limits)
         temporary = fresh_temporary(room)
         self.link.turn(room.workspace)
         sandbox.door = open_door()
@@ -251,7 +158,7 @@ class LandlockBackend:
             "env": self.environment | {"HOME": str(room.home), "TMPDIR": str(temporary)} | command.env,
             "directory": str(room.workspace),
             "uid": room.uid,
-            "cgroups": self.cgroups.joined(sandbox.group) if self.cgroups and sandbox.group else [],
+            "cgroups": self.groups_of(sandbox.group),
             # Processes are counted by user id: with the supervisor, and with all that an ordinary user runs already.
             "rlimits": rlimits(limits)
             | {"RLIMIT_NPROC": limits.processes + (1 if self.uids else own_tasks())}
@@ -262,15 +169,7 @@ class LandlockBackend:
             "door": sandbox.door.getsockname()[1],
             "calls": seccomp.numbers("socket", "connect"),
         }
-        pipes = [os.pipe() for _ in range(1 if command.merge_stderr else 2)]
-        handed = [memory_file(command.stdin), pipes[0][1], pipes[-1][1], memory_file(self.program)]
-        sandbox.stdout, *errors = [PipeReader(reading) for reading, _ in pipes]
-        sandbox.stderr = errors[0] if errors else None
-        try:
-            self.send(request, handed)
-        finally:
-            for descriptor in set(handed):
-                os.close(descriptor)
+        self.hand_over(sandbox, request, command, [self.program])
 
     def moved(self, word: str) -> str:
         """A word of the command line, with the real path of the mount that it lies in."""
@@ -279,118 +178,18 @@ class LandlockBackend:
                 return source + word.removeprefix(target)
         return word
 
-    def send(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
-        if self.control is None:
-            raise SandboxFailed("the launcher is gone")
-        try:
-            socket.send_fds(self.control, [json.dumps(message).encode()], descriptors or [])
-        except OSError as error:
-            raise SandboxFailed(f"the launcher does not answer: {error.strerror}") from None
 
-    def on_message(self) -> None:
-        """One report of the launcher: a start, a failure, an exit."""
-        assert self.control is not None
-        try:
-            data = self.control.recv(MESSAGE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.lost()
-            return
-        report = json.loads(data)
-        sandbox = self.running.get(report["id"])
-        if sandbox is None:
-            return
-        if report["event"] == "started":
-            sandbox.under_way(report["supervisor"])
-        elif report["event"] == "failed":
-            sandbox.failed(report["message"])
-        elif report["event"] == "exit":
-            sandbox.finish(report["code"])
-
-    def lost(self) -> None:
-        """The launcher died, and all sandboxes with it."""
-        assert self.control is not None
-        asyncio.get_running_loop().remove_reader(self.control)
-        self.control.close()
-        self.control = None
-        for sandbox in list(self.running.values()):
-            sandbox.lost = True
-            sandbox.failed("the launcher died")
-            sandbox.finish(-9)
-        self.on_lost()
-
-
-class LandlockSandbox:
+class LandlockSandbox(LaunchedSandbox):
     """One supervisor and all that runs below it."""
 
-    stdout: PipeReader
+    supervisor = 0  # its process id, once it is under way
 
-    def __init__(self, backend: LandlockBackend, name: str, room: str, limits: Limits, group: Path | None) -> None:
-        loop = asyncio.get_running_loop()
-        self.backend = backend
-        self.name = name
-        self.room = room
-        self.supervisor = 0  # its process id, once it is under way
-        self.limits = limits
-        self.group = group
-        self.stderr: PipeReader | None = None
-        self.door: socket.socket | None = None
-        self.started: asyncio.Future[None] = loop.create_future()
-        self.ended: asyncio.Future[int] = loop.create_future()
-        self.watchdog: asyncio.Task[None] | None = None
-        self.exceeded = False
-        self.lost = False
+    def under_way(self, report: dict[str, Any]) -> None:
+        self.supervisor = report["supervisor"]
+        super().under_way(report)
 
-    def under_way(self, supervisor: int) -> None:
-        self.supervisor = supervisor
-        if not self.started.done():
-            self.started.set_result(None)
-        if self.group is None:
-            self.watchdog = asyncio.create_task(watch_memory(supervisor, self.limits.memory, self.on_exceeded))
-
-    def on_exceeded(self) -> None:
-        self.exceeded = True
-        self.kill()
-
-    def failed(self, message: str) -> None:
-        if not self.started.done():
-            self.started.set_exception(SandboxFailed(message))
-
-    def finish(self, code: int) -> None:
-        self.backend.running.pop(self.name, None)
-        self.failed(f"the supervisor ended with status {code} before the sandbox ran")
-        if not self.ended.done():
-            self.ended.set_result(code)
-        if self.watchdog is not None:
-            self.watchdog.cancel()
-        if self.backend.cgroups is not None and self.group is not None:
-            self.exceeded = self.backend.cgroups.oom_kills(self.group) > 0
-            self.backend.cgroups.remove(self.group)
-        # Nobody may be waiting for a start that failed after its own time-out.
-        with contextlib.suppress(BaseException):
-            self.started.exception()
-
-    async def wait(self) -> int:
-        """The payload's exit status, once every process is gone (negative: a signal ended the supervisor)."""
-        return await asyncio.shield(self.ended)
-
-    def terminate(self) -> None:
-        self.signal("terminate")
-
-    def kill(self) -> None:
-        self.signal("kill")
-
-    def signal(self, action: str) -> None:
-        if not self.ended.done():
-            with contextlib.suppress(SandboxFailed):
-                self.backend.send({"action": action, "id": self.name})
-
-    def memory_exceeded(self) -> bool:
-        """Whether the memory limit killed something in there; known once it has ended."""
-        return self.exceeded
+    async def watch(self) -> None:
+        await watch_memory(self.supervisor, self.memory, self.on_exceeded)
 
 
 # ── what the host offers ──────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -209,3 +210,32 @@ async def watch_memory(namespace: str, limit: int, exceeded: Callable[[], None])
     while await asyncio.to_thread(held_bytes, namespace, limit) <= limit:
         await asyncio.sleep(WATCH_SECONDS)
     exceeded()
+
+
+def rlimits(limits: Limits) -> dict[str, int]:
+    return {
+        "RLIMIT_NPROC": limits.processes,
+        "RLIMIT_FSIZE": limits.file_size,
+        "RLIMIT_NOFILE": limits.open_files,
+        "RLIMIT_CORE": 1,  # at 0 the kernel still starts the host's program that collects core dumps, if there is one
+    }
+
+
+def cpu_seconds(limits: Limits, seconds: float) -> int:
+    """The most CPU time that a payload of so many seconds could use within its ceiling."""
+    return max(1, math.ceil(seconds * limits.cpus))
+
+
+def limit_traits(cgroups: Cgroups | None) -> list[tuple[str, str, bool]]:
+    """How the limits hold here that are the same for every backend, as `traits` tells them."""
+    version = f"cgroup v{cgroups.version}" if cgroups else ""
+    counted = "cgroup v2 and rlimit" if version == "cgroup v2" else "rlimit, counted per sandbox"
+    shared = cgroups is not None and cgroups.cpu is not None
+    cpu = version if shared else "rlimit per process, and lower priority: several may exceed the ceiling"
+    return [
+        ("processes", counted, True),
+        ("memory", version or "a watchdog that looks twice a second", bool(version)),
+        ("cpu", cpu, shared),
+        ("open files", "rlimit per process", True),
+        ("file size", "rlimit", True),
+    ]
