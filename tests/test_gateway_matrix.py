@@ -198,7 +198,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
         yield gateway
 
 
-@pytest.fixture(params=CLIS)
+SLOW = [
+    pytest.mark.slow
+]  # a turn of these takes seconds of the processor; the shape of their calls is that of the others
+
+
+@pytest.fixture(params=[pytest.param(name, marks=SLOW if name in ("pi", "opencode") else []) for name in CLIS])
 def case(request: pytest.FixtureRequest, shared: Recorder, tmp_path: Path) -> Case:
     if request.param in ("pi", "opencode"):
         npm(request.param)

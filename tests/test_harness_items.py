@@ -53,7 +53,7 @@ READS: dict[str, tuple[str, Doc]] = {
 SUCCESS: dict[str, int | None] = {"codex": 0, "claude_sdk": None, "pi": None, "opencode": 0}
 
 
-@pytest.fixture(params=HARNESSES)
+@pytest.fixture(params=[*HARNESSES[:-1], pytest.param(HARNESSES[-1], marks=pytest.mark.slow)])  # seconds each
 def harness(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
     if registry(DEFAULT_PREFIX)[name].mounts() is None:
