@@ -198,12 +198,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
         yield gateway
 
 
-SLOW = [
-    pytest.mark.slow
-]  # a turn of these takes seconds of the processor; the shape of their calls is that of the others
+# A turn of these takes seconds of the processor, and their dialect is tried by the stock clients.
+SLOW = ("pi", "opencode")
 
 
-@pytest.fixture(params=[pytest.param(name, marks=SLOW if name in ("pi", "opencode") else []) for name in CLIS])
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CLIS])
 def case(request: pytest.FixtureRequest, shared: Recorder, tmp_path: Path) -> Case:
     if request.param in ("pi", "opencode"):
         npm(request.param)
