@@ -28,6 +28,10 @@ from core.sandbox.workspace import OWN_PLACE
 
 ROOT = Path(__file__).parents[1]
 WORKERS = 3  # most tests wait for processes, so more than there are cores
+LONG = (  # files that take a minute or more begin first, or one process would end the suite alone
+    *("tests/test_resume", "tests/test_gateway_matrix", "tests/test_harness", "tests/test_kill", "tests/test_script"),
+    *("tests/test_gateway_serving", "tests/test_conformance", "tests/test_api", "tests/test_durability"),
+)
 # What these try runs the same code under both backends: with Landlock it is left to -m slow, but for one row.
 SLOW_UNDER_LANDLOCK = ("tests/test_hostile_cli.py", "tests/test_sandbox_limits.py", "tests/test_harnesses.py")
 NO_NETWORK = {"access": "disabled"}
@@ -381,7 +385,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Distributes the suite, where pytest-xdist is installed, nobody asked for anything else, and no file is named."""
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
-        config.option.numprocesses, config.option.dist = WORKERS, "loadscope"
+        config.option.numprocesses, config.option.dist, config.option.loadscopereorder = WORKERS, "loadscope", False
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -402,9 +406,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if (
-            "landlock" in item.nodeid
-            and item.nodeid.startswith(SLOW_UNDER_LANDLOCK)
-            and "test_oracle" not in item.nodeid
-        ):
+        landlock = "landlock" in item.nodeid and "test_oracle" not in item.nodeid
+        if landlock and item.nodeid.startswith(SLOW_UNDER_LANDLOCK):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: ("landlock" not in item.nodeid, not item.nodeid.startswith(LONG)))
