@@ -32,6 +32,12 @@ LONG = (  # files that take a minute or more begin first, or one process would e
     *("tests/test_resume", "tests/test_gateway_matrix", "tests/test_harness", "tests/test_kill", "tests/test_script"),
     *("tests/test_gateway_serving", "tests/test_conformance", "tests/test_api", "tests/test_durability"),
 )
+# Rows that take seconds of the processor each, and that stand beside cheaper ones of the same kind: -m slow has them.
+COSTLY = (
+    ("tests/test_harnesses.py", "opencode"),
+    ("tests/test_secrets.py", "-unprivileged-"),
+    ("tests/test_sandbox_limits.py", "unprivileged-names of files"),
+)
 # What these try runs the same code under both backends: with Landlock it is left to -m slow, but for one row.
 SLOW_UNDER_LANDLOCK = ("tests/test_hostile_cli.py", "tests/test_sandbox_limits.py", "tests/test_harnesses.py")
 NO_NETWORK = {"access": "disabled"}
@@ -406,7 +412,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        landlock = "landlock" in item.nodeid and "test_oracle" not in item.nodeid
-        if landlock and item.nodeid.startswith(SLOW_UNDER_LANDLOCK):
+        landlock = "landlock" in item.nodeid and item.nodeid.startswith(SLOW_UNDER_LANDLOCK)
+        costly = any(item.nodeid.startswith(file) and word in item.nodeid for file, word in COSTLY)
+        if (landlock or costly) and "test_oracle" not in item.nodeid:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: ("landlock" not in item.nodeid, not item.nodeid.startswith(LONG)))
