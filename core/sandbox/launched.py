@@ -16,6 +16,7 @@ import resource
 import socket
 import subprocess
 import zlib
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -129,6 +130,7 @@ class LaunchedBackend(Generic[S]):
         self.process: subprocess.Popen[bytes] | None = None
         self.on_lost: Callable[[], None] = lambda: None
         self.count = 0
+        self.outbox: deque[tuple[bytes, list[int]]] = deque()
 
     # ── the launcher ──────────────────────────────────────────────────────────────────────────────
 
@@ -156,12 +158,42 @@ class LaunchedBackend(Generic[S]):
         loop.add_reader(ours, self.on_message)
 
     def send(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
+        """Sends a request, or keeps it, in order, while the launcher is behind: no kill may be lost."""
         if self.control is None:
             raise SandboxFailed("the launcher is gone")
-        try:
-            socket.send_fds(self.control, [json.dumps(message).encode()], descriptors or [])
-        except OSError as error:
-            raise SandboxFailed(f"the launcher does not answer: {error.strerror}") from None
+        data, handed = json.dumps(message).encode(), descriptors or []
+        if not self.outbox:
+            try:
+                socket.send_fds(self.control, [data], handed)
+                return
+            except BlockingIOError:
+                asyncio.get_running_loop().add_writer(self.control, self.flush)
+            except OSError as error:
+                raise SandboxFailed(f"the launcher does not answer: {error.strerror}") from None
+        self.outbox.append((data, [os.dup(descriptor) for descriptor in handed]))  # the caller closes its own
+
+    def flush(self) -> None:
+        """Sends what was kept, as far as the launcher takes it."""
+        assert self.control is not None
+        while self.outbox:
+            data, handed = self.outbox[0]
+            try:
+                socket.send_fds(self.control, [data], handed)
+            except BlockingIOError:
+                return
+            except OSError:
+                break  # it is gone, as its end of the socket is about to tell
+            self.outbox.popleft()
+            for descriptor in handed:
+                os.close(descriptor)
+        self.drop_outbox()
+
+    def drop_outbox(self) -> None:
+        assert self.control is not None
+        asyncio.get_running_loop().remove_writer(self.control)
+        while self.outbox:
+            for descriptor in self.outbox.popleft()[1]:
+                os.close(descriptor)
 
     def on_message(self) -> None:
         """One report of the launcher: a door, a start, a failure, an exit."""
@@ -197,6 +229,7 @@ class LaunchedBackend(Generic[S]):
     def lost(self) -> None:
         """The launcher died, and all sandboxes with it."""
         assert self.control is not None
+        self.drop_outbox()
         asyncio.get_running_loop().remove_reader(self.control)
         self.control.close()
         self.control = None
@@ -210,6 +243,7 @@ class LaunchedBackend(Generic[S]):
         """Kills every sandbox and the launcher."""
         if self.control is not None:
             self.on_lost = lambda: None
+            self.drop_outbox()
             asyncio.get_running_loop().remove_reader(self.control)
             self.control.close()
         if self.process is not None:
