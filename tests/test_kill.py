@@ -410,3 +410,16 @@ def test_data_where_landlock_sandboxes_cannot_reach_it_is_refused_in_one_line(tm
     tmp_path.chmod(0o700)
     done = run_core((sys.executable,), "serve", "--sandbox", "landlock", "--data", str(tmp_path / "data"))
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and "chmod o+x" in done.stderr
+
+
+def test_a_launcher_that_is_behind_loses_no_request() -> None:
+    """More starts at once than its socket holds; without the queue some of them fail."""
+    with core_of("root" if os.getuid() == 0 else "unprivileged", "--slots", "200") as core:
+        launcher = launchers(core)[1]
+        os.kill(launcher, signal.SIGSTOP)
+        try:
+            sessions = [core.shell("true") for _ in range(200)]
+            assert core.sessions.retrieve(sessions[-1].id).status == "in_progress"
+        finally:
+            os.kill(launcher, signal.SIGCONT)
+        assert {core.turn(session.id).status for session in sessions} == {"completed"}
