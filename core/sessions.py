@@ -31,7 +31,7 @@ from core.documents import (
     user_message,
 )
 from core.egress import Door
-from core.errors import bad_request, conflict, not_found, storage_unavailable, unavailable, unsupported
+from core.errors import bad_request, conflict, not_found, storage_unavailable, unsupported
 from core.harnesses import Harness
 from core.proxy import Network
 from core.recorder import Recorder
@@ -125,7 +125,7 @@ class Sessions:
         harness = self.admit(request)
         if self.runner.disk.short():
             message = "The server's disk is down to its floor of free space; delete sessions, or make room on it."
-            raise unavailable(message, "artifact_storage_unavailable")
+            raise storage_unavailable(message)
         self.runner.check_line()
         session_id, now = new_id(), int(time.time())
         stored = new_session(request, session_id, (new_id(), new_id()), harness.name, now)

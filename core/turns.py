@@ -175,11 +175,7 @@ class TurnRunner:
             failure = failures.sandbox_failure(f"The sandbox did not start: {error}", "sandbox_lost")
         if turn_id is not None:
             preparation = span("preparation", "preparation", started, time.time_ns(), failed=failure is not None)
-            self.add_span(live, turn_id, preparation)
-            with self.store.transaction():
-                turn = self.turn(live, turn_id)
-                turn["x_agents_core"]["timings"]["preparing_s"] = round(time.monotonic() - began, 3)
-                self.store.save_turn(turn)
+            self.record_preparation(live, turn_id, preparation, time.monotonic() - began)
         if failure is None:
             self.move_environment(live, turn_id, "ready")
             return True
@@ -454,6 +450,14 @@ class TurnRunner:
         """On a full disk the trace lacks a span; what the turn itself cannot store then ends it."""
         with contextlib.suppress(StorageFailed), self.store.transaction():
             self.store.add_span(live.session_id, turn_id, stored_span)
+
+    def record_preparation(self, live: Live, turn_id: str, stored_span: Doc, seconds: float) -> None:
+        """In the trace and in the turn; on a full disk in neither, as with any span."""
+        with contextlib.suppress(StorageFailed), self.store.transaction():
+            self.store.add_span(live.session_id, turn_id, stored_span)
+            turn = self.turn(live, turn_id)
+            turn["x_agents_core"]["timings"]["preparing_s"] = round(seconds, 3)
+            self.store.save_turn(turn)
 
     # ── reading and telling ───────────────────────────────────────────────────────────────────────
 
