@@ -202,7 +202,8 @@ def main() -> int:
     try:
         if arguments.command == "doctor":
             findings = examine(arguments.npm_prefix, arguments.sandbox)
-            print("\n".join(finding.line() for finding in findings))
+            with contextlib.suppress(BrokenPipeError):  # a reader that has seen enough, such as head
+                print("\n".join(finding.line() for finding in findings), flush=True)
             return exit_code(findings)
         if arguments.command == "reap":
             count = reap(arguments.run, arguments.data)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from gateway.call import Refused, Request, Tool
 from gateway.conversion import Conversion
 from gateway.engine import CAPTURES, Capabilities
 
 Doc = dict[str, Any]
-Purpose = Literal["train", "eval"]
 
 NEUTRAL: Doc = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 NEUTRAL_EXTENDED: Doc = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

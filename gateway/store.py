@@ -53,7 +53,6 @@ from gateway.record import ID_BYTES, CallRecord, Delta, Doc, dump, pack, unpack,
 
 SCHEMA = "trace/1"
 LINE = re.compile(rb"([0-9a-f]{8}) ([0-9a-f]{8}) (.*)", re.DOTALL)
-HEAD_BYTES = 18  # length, checksum, a space after each
 SECRET_CHARACTERS = 8
 """A shorter "secret" is not replaced: it would hit by chance."""
 NUMBERS = {int, float, type(None)}

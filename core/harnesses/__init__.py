@@ -120,7 +120,6 @@ class Harness:
     package: ClassVar[str]
     install: ClassVar[str] = "pip install -r requirements.txt"
     verbosity: ClassVar[bool] = False
-    config: ClassVar[frozenset[str]] = frozenset()
 
     def mounts(self) -> list[Mount] | None:
         """What it needs inside the sandbox; None when it is not installed."""
