@@ -208,7 +208,8 @@ class Deployment:
 
     @property
     def alive(self) -> list[Session]:
-        return [session for session in self.sessions.values() if not session.deleted]
+        # A copy, made at once: the server goes on in its thread.
+        return [session for session in list(self.sessions.values()) if not session.deleted]
 
     @property
     def taken(self) -> int:

@@ -726,7 +726,7 @@ def test_case(cases: Cases, name: str) -> None:
     assert (line["status"], line["reward"]) == (case.status, case.reward), line["error"]
     assert line["error"] is None if case.says is None else case.says in line["error"]
     assert {operation: calls[operation] for operation in case.calls} == case.calls
-    sessions = [s for s in cases.deployment.sessions.values() if s.body["input"] == f"Solve {name}."]
+    sessions = [s for s in list(cases.deployment.sessions.values()) if s.body["input"] == f"Solve {name}."]
     assert len(sessions) == (name != "refused create")
     assert all(session.deleted and session.id == line["session_id"] for session in sessions)
 
