@@ -17,7 +17,8 @@ output file, and the run ends with a Markdown table.
 Invariants: nothing is created before all input is checked; a session is deleted whatever happened before;
 reward is null when nothing was measured and 0.0 when the policy did not earn it; the output file is the only
 state of a run, each line an attempt, and a rollout is settled by its first line with a reward; no output holds
-a key. Left out: how a session is run, grading by programs, and all that is shown (the room `report/`).
+a key. Left out: how a session is run, and grading by programs. The room `report/` has the options, the tasks as
+they are read, the file of a run, its statistics and all that is shown.
 """
 
 from __future__ import annotations
@@ -29,19 +30,25 @@ import importlib.util
 import json
 import math
 import os
-import shlex
 import signal
 import sys
 import time
-import unicodedata
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+from report.options import (
+    RECORDED,
+    Pair,
+    check_endpoint,
+    check_options,
+    choose_pairs,
+    make_parser,
+    recall_options,
+    resume_command,
+)
 from report.record import (
     AGENT_REASONS,
     Book,
@@ -54,11 +61,15 @@ from report.record import (
     forced_before,
     is_number,
     keep_secret,
+    new_run_id,
+    open_journal,
     parse_strictly,
     plain,
+    reopen_journal,
     say,
     to_line,
 )
+from report.tasks import ABSOLUTE, RELATIVE, WORKSPACE, Rules, Task, Tolerance, load_tasks
 
 if TYPE_CHECKING or "asyncio" in sys.modules:
     import asyncio
@@ -74,27 +85,8 @@ T = TypeVar("T")
 
 # --- Constants ------------------------------------------------------------------------------------------
 
-HERE = Path(__file__).resolve().parent
-WORKSPACE, ANSWER_PATH = "/workspace/", "/workspace/outputs/answer.json"
-
-# What each harness speaks to its model, what it is given first. `shell` has none: it runs its input as a script.
-PROTOCOLS_OF: dict[str, tuple[str, ...]] = {
-    "codex": ("responses",),
-    "claude_sdk": ("anthropic",),
-    "pi": ("chat_completions", "responses", "anthropic"),
-    "opencode": ("chat_completions",),
-    "shell": (),
-}
-PROTOCOLS = ("anthropic", "responses", "chat_completions")
-SCRIPTED = ("oracle", "nop")
-
-MAX_FILES, MAX_FILE_BYTES, MAX_FILES_BYTES = 50, 5 << 20, 10 << 20  # what a session accepts
-MAX_PATH_BYTES, MAX_ID_CHARS = 4096, 128
+ANSWER_PATH = WORKSPACE + "outputs/answer.json"
 MAX_ANSWER_BYTES = 1 << 20
-# Numbers match within RELATIVE of the expected one, or within ABSOLUTE. Both as a ratio of whole numbers, so
-# that comparing is exact for integers of any size.
-RELATIVE, ABSOLUTE = (1, 10**6), (1, 10**9)
-
 # Failures that are the policy's own. A failed turn that names none of them measured nothing.
 POLICY_CLASSES = ("model", "budget")
 POLICY_CODES = ["context_length_exceeded", "max_output_tokens", "session_budget_exceeded"]
@@ -116,38 +108,7 @@ FIRST_RETRY, LAST_RETRY = 0.5, 60.0  # between attempts, doubled each time
 CUT, CUT_SECONDS = 0.8, 5.0  # a deployment without room: of the number in flight, once in these seconds
 CALM_SECONDS = 10.0  # without a refusal: the number grows faster
 
-# --- Words (no dataclasses: importing them costs --help 20 ms) -------------------------------------------
-
-
-Tolerance = tuple[tuple[int, int], tuple[int, int]]  # relative, absolute
-
-
-class Rules(NamedTuple):
-    """What `task.json` may say: how the task is graded, and in what time it is to be solved."""
-
-    fraction: bool = False  # the share of right keys is earned; else all or nothing
-    tolerances: Mapping[str, Tolerance] = MappingProxyType({})  # by key of expected.json
-    timeout: float | None = None  # seconds; None: the run's
-
-
-class Task(NamedTuple):
-    """A question, the files it is asked about, and the answer that earns 1.0."""
-
-    id: str
-    instruction: str
-    expected: Json
-    files: tuple[tuple[str, Path], ...]  # path below /workspace; where its content is read, late
-    solution: str | None  # bash text of the reference solution
-    rules: Rules = Rules()
-    digest: str = ""  # of all of the above
-
-
-class Pair(NamedTuple):
-    """A harness with a model; None leaves the choice to the deployment."""
-
-    harness: str | None
-    model: str | None
-    protocol: str | None = None  # of the model endpoint that sessions are given; None: they are given none
+# --- Plan -----------------------------------------------------------------------------------------------
 
 
 class Rollout(NamedTuple):
@@ -160,127 +121,6 @@ class Rollout(NamedTuple):
     pair: Pair
     sample: int
     input: str
-
-
-# --- Tasks ----------------------------------------------------------------------------------------------
-
-
-def load_tasks(folder: Path, wanted: Iterable[str] = ()) -> list[Task]:
-    """Load the tasks in `folder`, or the `wanted` ones, in order of their ids. Raises Refused."""
-    try:
-        names = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name[0] not in "._")
-    except OSError as error:
-        raise Refused(f"cannot read the task folder {folder}: {error.strerror}") from None
-    if unknown := sorted(set(wanted) - set(names)):
-        raise Refused(f"no task {unknown[0]!r} in {folder}; there are: {', '.join(names) or 'none'}")
-    check_ids(names)
-    if not names:
-        raise Refused(f"no tasks in {folder}")
-    return [load_task(folder / name) for name in names if not wanted or name in set(wanted)]
-
-
-def check_ids(names: Iterable[str]) -> None:
-    """Refuse ids that a file system, a terminal or a reader could mistake."""
-    seen: dict[str, str] = {}
-    for name in names:
-        if len(name) > MAX_ID_CHARS or not name.isprintable() or name != name.strip() or "\\" in name:
-            raise Refused(f"task id {name[:40]!r}: at most {MAX_ID_CHARS} printable characters")
-        other = seen.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
-        if other != name:
-            raise Refused(f"duplicate task ids: {other!r} and {name!r}")
-
-
-def load_task(path: Path) -> Task:
-    """Load one task folder. Raises Refused, naming the task and what is wrong with it."""
-    name, solution, rules = "instruction.md", path / "solution.sh", path / "task.json"
-    try:
-        if not (instruction := (path / name).read_text("utf-8-sig")).strip() or "\0" in instruction:
-            raise ValueError("no text")
-        name = "expected.json"
-        expected = parse_strictly((path / name).read_bytes())
-        if not isinstance(expected, dict) or not expected:
-            raise ValueError("not an object with at least one key")
-        name = "solution.sh"
-        script = solution.read_text("utf-8") if solution.exists() else None
-        name = "task.json"
-        settings = parse_rules(parse_strictly(rules.read_bytes()), expected) if rules.exists() else Rules()
-        name = "files"
-        files = tuple(find_files(path / name))
-        contents = [(n, sha256(p.read_bytes()).hexdigest()) for n, p in files]
-        parts = [instruction, json.dumps(expected), script, settings, *contents]
-        return Task(path.name, instruction, expected, files, script, settings, digest_of(parts))
-    except (OSError, ValueError) as error:
-        raise Refused(f"task {path.name!r}: {name}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def parse_rules(given: Any, expected: Json) -> Rules:
-    """What task.json says. Raises ValueError, naming the member."""
-    if not isinstance(given, dict) or (unknown := sorted(set(given) - {"grade", "tolerances", "timeout"})):
-        raise ValueError(f"unknown member {unknown[0]!r}" if isinstance(given, dict) else "not an object")
-    if (kind := given.get("grade", "binary")) not in ("binary", "fraction"):
-        raise ValueError('grade must be "binary" or "fraction"')
-    timeout, tolerances = given.get("timeout"), given.get("tolerances", {})
-    if timeout is not None and not (is_number(timeout) and 0 < timeout < 1e8):
-        raise ValueError("timeout must be a positive number of seconds")
-    if not isinstance(tolerances, dict) or not set(tolerances) <= set(expected):
-        raise ValueError("tolerances must be an object of tolerances by key of expected.json")
-    return Rules(kind == "fraction", {key: parse_tolerance(key, tolerances[key]) for key in tolerances}, timeout)
-
-
-def parse_tolerance(key: str, given: Any) -> Tolerance:
-    """{"relative": number, "absolute": number}, one of them at least; the other keeps its default."""
-    good = isinstance(given, dict) and given and set(given) <= {"relative", "absolute"}
-    if not good or not all(is_number(value) and value >= 0 for value in given.values()):
-        raise ValueError(f'tolerances: {key!r} must be {{"relative": number, "absolute": number}}')
-    relative, absolute = given.get("relative"), given.get("absolute")
-    return (
-        RELATIVE if relative is None else relative.as_integer_ratio(),
-        ABSOLUTE if absolute is None else absolute.as_integer_ratio(),
-    )
-
-
-def digest_of(parts: Iterable[Any]) -> str:
-    """Of values whose repr tells all of them, in order, such that no two lists look alike."""
-    whole = sha256()
-    for part in parts:
-        text = repr(part)
-        whole.update(f"{len(text)}:{text}".encode("utf-8", "surrogatepass"))
-    return whole.hexdigest()[:16]
-
-
-def find_files(root: Path) -> list[tuple[str, Path]]:
-    """List what is below `root`, if it exists, by relative path. Raises ValueError at a limit."""
-    found, total = [], 0
-    for path in walk(root, root.resolve()) if os.path.lexists(root) else ():
-        name, size = path.relative_to(root).as_posix(), path.stat().st_size
-        if not name.isprintable() or "\\" in name or len((WORKSPACE + name).encode()) > MAX_PATH_BYTES:
-            raise ValueError(f"{name[:200]!r} is no path for a workspace")
-        if name.split("/")[0] == ".codex" or name.startswith(".managed-agents") or name == "outputs":
-            raise ValueError(f"{name}: this path is reserved in the workspace")
-        found.append((name, path))
-        total += size
-        if len(found) > MAX_FILES or size > MAX_FILE_BYTES or total > MAX_FILES_BYTES:
-            limits = f"{MAX_FILES} files, {MAX_FILE_BYTES >> 20} MiB each, {MAX_FILES_BYTES >> 20} MiB in all"
-            raise ValueError(f"{name} goes beyond the limits: {limits}")
-    return found
-
-
-def walk(folder: Path, root: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """Yield every regular file; links are followed while they stay below `root`. Raises ValueError."""
-    real = folder.resolve(strict=True)
-    for path in sorted(folder.iterdir()):
-        inside = not path.is_symlink() or (path.exists() and path.resolve().is_relative_to(root))
-        if not inside or path.resolve() in (*above, real):
-            raise ValueError(f"the symlink {path.name!r} leaves the folder, or leads nowhere or round")
-        if path.is_dir():
-            yield from walk(path, root, (*above, real))
-        elif path.is_file():
-            yield path
-        else:
-            raise ValueError(f"{path.name!r} is neither a file nor a folder")
-
-
-# --- Plan -----------------------------------------------------------------------------------------------
 
 
 def labels(pair: Pair) -> tuple[str, str]:
@@ -540,12 +380,12 @@ class Pace:
             if not (turn := self.queue.pop(0)).done():
                 turn.set_result(None)
 
-    async def creation(self) -> None:
-        """Wait until the next create request may be sent; also one that is sent again counts."""
+    def creation(self) -> float:
+        """Seconds to wait for the next create request; also one that is sent again counts."""
         now = time.monotonic()
         begin = max(now, self.next_creation)
         self.next_creation = begin + self.gap
-        await asyncio.sleep(begin - now)
+        return begin - now
 
     def cut(self, error: ApiError) -> None:
         """There was no room: fewer from now on."""
@@ -675,7 +515,9 @@ async def create(api: Api, attempt: Attempt, sweep: Sweep) -> None:
     attempt.inside, tries, give_up = True, 0, math.inf
     while not attempt.session:
         try:
-            await sweep.pace.creation()
+            if pause := sweep.pace.creation():
+                sweep.progress.waiting("--create-rate", pause)
+                await asyncio.sleep(pause)
             attempt.session = await create_once(api, attempt, body, sweep)
         except ApiError as error:
             if error.status == 409 and error.code == "idempotency_conflict":
@@ -689,12 +531,12 @@ async def create(api: Api, attempt: Attempt, sweep: Sweep) -> None:
             pause = pause_after(tries, error.wait)
             if error.full:
                 sweep.pace.cut(error)
-                sweep.waiting(error, pause)
+            sweep.progress.waiting(str(error), pause)
+            if error.full:
                 attempt.inside = False
                 await sweep.pace.step_back(pause)
                 attempt.inside = True
             else:
-                sweep.waiting(error, pause)
                 await asyncio.sleep(pause)
             tries += 1
     sweep.pace.accepted()
@@ -717,7 +559,7 @@ async def reach_end(api: Api, attempt: Attempt, sweep: Sweep) -> None:
             if not error.transient:
                 raise
             pause = max(pause, error.wait)
-            sweep.waiting(error, pause)
+            sweep.progress.waiting(str(error), pause)
 
 
 async def create_once(api: Api, attempt: Attempt, body: Json, sweep: Sweep) -> Json:
@@ -958,9 +800,6 @@ class Sweep:
         result.usage = None if tokens is None else {"total_tokens": tokens}
         self.book.add(result)
 
-    def waiting(self, error: ApiError, seconds: float) -> None:
-        self.progress.waiting(str(error), seconds)
-
     def out_of_tokens(self) -> bool:
         """Whether the run's tokens are used up; then no more rollouts start."""
         spent = self.max_tokens is not None and self.book.tokens >= self.max_tokens
@@ -1121,211 +960,6 @@ async def reap(run_id: str) -> int:
 # --- Command line ---------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line. It names the options and repeats no unknown argument: that may be a key."""
-        options = ", ".join(name for name in self._option_string_actions if name.startswith("--"))
-        unknown = message.startswith("unrecognized arguments")
-        raise Refused(f"unknown option or argument; the options are {options}" if unknown else message)
-
-
-def number(kind: type[int] | type[float], least: float, most: float, what: str) -> Callable[[str], float]:
-    """A converter that takes numbers above `least`, and up to `most`."""
-
-    def convert(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if least < kind(text) <= most:
-                return kind(text)
-        raise argparse.ArgumentTypeError(f"must be {what}")
-
-    return convert
-
-
-count, seconds = number(int, 0, 1e8, "a positive whole number"), number(float, 0, 1e8, "a positive number")
-share = number(float, -1e-300, 1, "a number from 0 to 1")
-
-
-def counts(text: str) -> list[int]:
-    return [int(count(part)) for part in text.split(",")]
-
-
-def threshold(text: str) -> tuple[int, float]:
-    k, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError("must be K=V, such as 1=0.8")
-    return int(count(k)), share(value)
-
-
-def make_parser() -> Parser:
-    about = "Run agent CLIs on tasks in sandboxes without network, grade their answers, report pass@k."
-    more = (
-        "OPENAI_BASE_URL and OPENAI_API_KEY select a deployment of the Agents API; without them an embedded one is "
-        "started. MODEL_API_KEY is the key for --model-base-url. Exit codes: 0 done, whatever the rewards; 1 a check "
-        "or a gate failed; 2 usage; 3 something was not measured; 130 interrupted."
-    )
-    parser = Parser(prog="rl_eval.py", description=about, epilog=more, allow_abbrev=False)
-    names: Json = {"action": "append", "default": [], "metavar": "NAME"}
-    add: Any = parser.add_argument_group("what runs").add_argument
-    add("--harness", **names, help="codex, claude_sdk, pi, opencode or shell; repeatable")
-    add("--model", **names, help="repeatable; the embedded policies are oracle and nop")
-    add("--samples", type=count, metavar="K", help="rollouts per task, harness and model (default 1)")
-    add("--tasks", type=Path, default=Path("tasks"), metavar="DIR", help="task folder (default tasks/)")
-    add("--task", **names, help="only the task of this id; repeatable")
-    add("--timeout", type=seconds, metavar="SECONDS", help="of a rollout (default 900)")
-    add("--model-base-url", metavar="URL", help="your model endpoint; {rollout_id} is filled in per rollout")
-    add("--model-protocol", choices=PROTOCOLS, help="its protocol (default: what the harness speaks)")
-    add = parser.add_argument_group("how it runs").add_argument
-    add("--concurrency", type=count, default=4, metavar="N", help="rollouts in flight, at most (default 4)")
-    add("--create-rate", type=seconds, metavar="R", help="sessions created per second, at most")
-    add("--retries", type=number(int, -1, 100, "a whole number"), default=2, metavar="N",
-        help="more attempts after an infrastructure error (default 2)")  # fmt: skip
-    add("--max-tokens", type=count, metavar="N", help="of the run; when used up, no rollout starts")
-    add("--resume", type=Path, metavar="PATH", help="go on with a run's file: what it owes is run and appended")
-    add("--refill", action="store_true", help="with --resume: only what groups lack that have begun")
-    add("--force", action="store_true", help="with --resume: even if tasks or options differ; recorded")
-    add = parser.add_argument_group("what comes out").add_argument
-    add("--out", type=Path, metavar="PATH", help="JSONL file (default runs/<UTC timestamp>.jsonl)")
-    add("--k", type=counts, action="append", metavar="K", help="of pass@k and pass^k; repeatable (default 1, samples)")
-    add("--json", type=Path, metavar="PATH", help="write the summary with every number")
-    add("--junit", type=Path, metavar="PATH", help="write JUnit XML")
-    add("--quiet", action="store_true", help="no progress")
-    add = parser.add_argument_group("gates: exit code 1 if unmet, 3 if too little was scored").add_argument
-    add("--min-reward", type=share, metavar="V", help="mean reward of every harness and model, at least")
-    add("--min-pass", type=threshold, action="append", default=[], metavar="K=V", help="their pass@K, at least")
-    add("--max-error-rate", type=share, metavar="V", help="rollouts that were not scored, at most")
-    add = parser.add_argument_group("instead of a run").add_mutually_exclusive_group().add_argument
-    add("--list", action="store_true", help="the tasks, and what would run")
-    add("--dry-run", action="store_true", help="check everything, run nothing")
-    add("--check", action="store_true", help="solutions must earn 1.0, doing nothing 0.0")
-    add("--regrade", type=Path, metavar="PATH", help="grade a file's answers with the tasks as they are now")
-    add("--reap", metavar="RUN", help="delete what a killed run left on the deployment")
-    return parser
-
-
-DEFAULTS: Json = {"samples": 1, "timeout": 900.0}
-RECORDED = ("harness", "model", "task", "samples", "timeout", "model_base_url", "model_protocol")
-
-
-def recall_options(o: argparse.Namespace, recorded: Json) -> None:
-    """Fill in what the command line leaves open: as the run was started, else the defaults."""
-    for name in RECORDED:
-        known = [value for value in (recorded.get(name), DEFAULTS.get(name)) if value is not None]
-        if getattr(o, name) in (None, []) and known:
-            setattr(o, name, known[0])
-
-
-def refuse_first(problems: Iterable[tuple[Any, str]]) -> None:
-    """Raise Refused with the message of the first problem that applies."""
-    for applies, message in problems:
-        if applies:
-            raise Refused(message)
-
-
-def check_options(o: argparse.Namespace, embedded: bool) -> None:
-    """Refuse what this machine, environment or combination of options cannot do."""
-    packages = ("openai", "aiohttp", "tenacity", "tabulate", "rich")
-    missing = ", ".join(name for name in packages if not importlib.util.find_spec(name))
-    key, chosen = os.environ.get("OPENAI_API_KEY"), o.harness or o.model or o.model_base_url
-    refuse_first([
-        (missing, f"missing packages ({missing}): pip install -r requirements.txt"),
-        (o.check and not embedded, "--check needs the embedded Core: unset OPENAI_BASE_URL"),
-        (o.reap and embedded, "--reap needs a deployment in OPENAI_BASE_URL: an embedded Core ends with its run"),
-        (embedded and sys.platform != "linux", "the embedded Core is for Linux; name a deployment in OPENAI_BASE_URL"),
-        (not embedded and not key, "OPENAI_API_KEY must hold the key of the deployment at OPENAI_BASE_URL"),
-        (o.check and (chosen or o.out or o.resume), "--check runs the tasks alone: see --help"),
-        ((o.regrade or o.reap) and (chosen or o.resume), "--regrade and --reap run nothing: see --help"),
-        (o.resume and o.out, "--resume appends to the file it names: leave --out away"),
-        ((o.refill or o.force) and not o.resume, "--refill and --force need --resume"),
-        *((path and (path.is_dir() or not path.parent.is_dir()), f"cannot write {path}: no such folder, or it is one")
-          for path in (o.json, o.junit)),
-    ])  # fmt: skip
-
-
-def check_endpoint(o: argparse.Namespace) -> None:
-    """Refuse what contradicts itself, once it is known what was recorded."""
-    url, model_key = o.model_base_url, os.environ.get("MODEL_API_KEY")
-    refuse_first([
-        ("" in o.harness + o.model, "--harness and --model need names"),
-        ("shell" in o.harness and o.model, "--harness shell takes no --model: it runs the instruction as a script"),
-        (o.model_protocol and url is None, "--model-protocol needs --model-base-url"),
-        (url is not None and not is_base_url(url), "--model-base-url must be an http or https URL without user, query "
-         "or fragment; it may hold {rollout_id}, and its key goes into MODEL_API_KEY"),
-        (url is not None and not o.model, "--model-base-url needs --model: the name that the endpoint knows"),
-        (url is not None and not model_key, "--model-base-url needs the endpoint's key in MODEL_API_KEY"),
-    ])  # fmt: skip
-
-
-def is_base_url(url: str) -> bool:
-    """Whether a session takes this URL for its model endpoint."""
-    with contextlib.suppress(ValueError):
-        parts, odd = urlsplit(url), set(url.replace("{rollout_id}", "")) & set(" {}\\@?#")
-        return bool(parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not odd)
-    return False
-
-
-def choose_pairs(options: argparse.Namespace, embedded: bool) -> list[Pair]:
-    """The pairs of harness and model that run. Raises Refused for one that cannot."""
-    own_endpoint = options.model_base_url is not None
-    harnesses = list(dict.fromkeys(options.harness)) or ["codex" if embedded else None]
-    models = list(dict.fromkeys(options.model)) or ["oracle" if embedded else None]
-    for name in harnesses if embedded else ():
-        if name not in PROTOCOLS_OF:
-            raise Refused(f"no harness {name!r}; there are: {', '.join(PROTOCOLS_OF)}")
-    for name in () if own_endpoint else models:
-        if name in SCRIPTED and not embedded:
-            raise Refused(f"the scripted policy {name} needs the embedded Core: unset OPENAI_BASE_URL")
-        if name not in SCRIPTED and embedded:
-            needs = "--model-base-url, or a deployment in OPENAI_BASE_URL"
-            raise Refused(f"model {name!r} needs {needs}; without, there are: {', '.join(SCRIPTED)}")
-    pairs = []
-    for harness in harnesses:
-        known, named = PROTOCOLS_OF.get(harness or "", ()), options.model_protocol
-        if known and named and named not in known:
-            raise Refused(f"harness {harness} speaks {' or '.join(known)}, not {named}")
-        if own_endpoint and not known and not named and harness != "shell":
-            raise Refused(f"harness {harness or 'default'}: --model-protocol must name what it speaks")
-        protocol = (named or next(iter(known), None)) if own_endpoint or embedded else None
-        pairs += [Pair("shell", None)] if harness == "shell" else [Pair(harness, model, protocol) for model in models]
-    return pairs
-
-
-def default_path(run_id: str) -> Path:
-    """Where a run is written that names no file. Raises OSError."""
-    (folder := Path("runs")).mkdir(exist_ok=True)
-    path = folder / (run_id.split("-")[0] + ".jsonl")
-    return folder / (run_id + ".jsonl") if path.exists() else path  # another run began in the same second
-
-
-def open_journal(path: Path | None, run_id: str) -> Journal:
-    """Create the output file. Raises Refused."""
-    try:
-        return Journal(path := path or default_path(run_id))
-    except OSError as error:
-        raise Refused(f"cannot create {path or 'runs/'}: {error.strerror}") from None
-
-
-def reopen_journal(path: Path, book: Book, read_only: bool) -> Journal | None:
-    """Go on with a file, or only read it: into `book` goes what it holds. Raises Refused."""
-    journal = None
-    try:
-        if read_only:
-            with path.open("rb") as file:
-                book.read(file)
-        else:
-            journal = Journal(path, book)
-    except OSError as error:
-        raise Refused(f"cannot go on with {path}: {error.strerror}") from None
-    for problem in book.problems:
-        say(plain(f"rl_eval: {path}, {problem}"))
-    if len({result.run_id for result in book.every}) > 1:
-        raise Refused(f"{path} holds lines of more than one run")
-    return journal
-
-
-def new_run_id() -> str:
-    return time.strftime("%Y%m%dT%H%M%SZ-", time.gmtime()) + os.urandom(2).hex()
-
-
 def start(arguments: list[str] | None) -> int:
     """Check all input, do what is asked for. Returns the exit code; raises Refused."""
     o = make_parser().parse_args(arguments)
@@ -1404,13 +1038,6 @@ def sweep_plan(o: argparse.Namespace, plan: list[Rollout], sweep: Sweep, embedde
     if any(map(sweep.book.owes, plan)) and journal.size:
         say(plain(f"rl_eval: to go on: {resume_command(o, journal.path)}", 4000))
     return code
-
-
-def resume_command(o: argparse.Namespace, path: Path) -> str:
-    """How to go on: what the file does not record is said again, where it was not left to the default."""
-    kept = [(name, getattr(o, name)) for name in ("tasks", "concurrency", "create_rate", "retries")]
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in kept if value != make_parser().get_default(name)]
-    return shlex.join([sys.executable, sys.argv[0], "--resume", str(path), *words])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -26,9 +26,10 @@ import pytest
 import report.record
 import rl_eval
 from report import ci, statistics
-from report.record import Json, Refused, Result
+from report.options import Pair, check_endpoint, check_options, choose_pairs, make_parser, recall_options
+from report.record import Book, Json, Refused, Result, keep_secret, plain, to_line
 from report.table import markdown
-from rl_eval import Pair, Task
+from report.tasks import Task, load_task, load_tasks
 
 BUNDLED = ["failed-logins", "inventory-bug", "orders-json", "salaries-sqlite", "sales-by-region"]
 
@@ -326,8 +327,8 @@ def test_table_fits(width: int | None, model: str) -> None:
 # --- Files for CI -------------------------------------------------------------------------------
 
 
-def book_of(*results: Result) -> rl_eval.Book:
-    book = rl_eval.Book()
+def book_of(*results: Result) -> Book:
+    book = Book()
     for number, one in enumerate(results):
         one.rollout_id = str(number)
         book.add(one)
@@ -363,12 +364,12 @@ def test_json_summary_is_strict_and_has_every_number(tmp_path: Path, name: str) 
 
 def line_of(rollout_id: str, attempt: int, reward: float | None, **members: Any) -> bytes:
     known = {"run_id": "run", "group_id": "g", "attempt": attempt, "status": "completed", "reward": reward}
-    return rl_eval.to_line(Result(rollout_id, "t", "h", "m", 0, **{**known, **members}))
+    return to_line(Result(rollout_id, "t", "h", "m", 0, **{**known, **members}))
 
 
-def read(path: Path, data: bytes) -> rl_eval.Book:
+def read(path: Path, data: bytes) -> Book:
     path.write_bytes(data)
-    book = rl_eval.Book()
+    book = Book()
     with path.open("rb") as file:
         book.read(file)
     return book
@@ -422,7 +423,7 @@ def write_task(folder: Path, name: str = "t", **contents: str | bytes | None) ->
 
 
 def test_bundled_tasks_load() -> None:
-    tasks = rl_eval.load_tasks(Path(rl_eval.__file__).parent / "tasks")
+    tasks = load_tasks(Path(rl_eval.__file__).parent / "tasks")
     assert {task.id for task in tasks} >= set(BUNDLED)
     assert all(task.solution and task.files for task in tasks)
 
@@ -430,7 +431,7 @@ def test_bundled_tasks_load() -> None:
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_task_expects_what_grades_as_right(name: str) -> None:
     folder = Path(rl_eval.__file__).parent / "tasks"
-    (task,) = rl_eval.load_tasks(folder, [name])
+    (task,) = load_tasks(folder, [name])
     assert rl_eval.grade(task.expected, (folder / name / "expected.json").read_bytes())[0] == 1.0
     assert "outputs/answer.json" in task.instruction
 
@@ -456,16 +457,16 @@ def test_unsound_task_is_refused(tmp_path: Path, contents: Json, says: str) -> N
     write_task(tmp_path, "sound")
     write_task(tmp_path, "unsound", **contents)
     with pytest.raises(Refused, match=r"task 'unsound'") as caught:
-        rl_eval.load_tasks(tmp_path)
+        load_tasks(tmp_path)
     assert says in str(caught.value) and "\n" not in str(caught.value)
-    assert [task.id for task in rl_eval.load_tasks(tmp_path, ["sound", "sound"])] == ["sound"]
+    assert [task.id for task in load_tasks(tmp_path, ["sound", "sound"])] == ["sound"]
 
 
 def test_digest_is_the_same_in_every_process_and_tells_a_changed_file(tmp_path: Path) -> None:
     data = write_task(tmp_path) / "files" / "data"
     data.parent.mkdir()
     data.write_text("1")
-    code = "import pathlib, sys, rl_eval; print(rl_eval.load_task(pathlib.Path(sys.argv[1])).digest)"
+    code = "import pathlib, sys; from report.tasks import load_task; print(load_task(pathlib.Path(sys.argv[1])).digest)"
 
     def digest() -> str:
         words, cwd = [sys.executable, "-c", code, str(tmp_path / "t")], Path(rl_eval.__file__).parent
@@ -479,7 +480,7 @@ def test_digest_is_the_same_in_every_process_and_tells_a_changed_file(tmp_path: 
 
 def test_task_without_solution_loads(tmp_path: Path) -> None:
     write_task(tmp_path, solution=None)
-    assert rl_eval.load_tasks(tmp_path)[0].solution is None
+    assert load_tasks(tmp_path)[0].solution is None
 
 
 @pytest.mark.parametrize("wanted", ["nosuch", "../t", "t/", "/t", ".", ""])
@@ -487,14 +488,14 @@ def test_unknown_task_names_the_known(tmp_path: Path, wanted: str) -> None:
     """T15."""
     write_task(tmp_path)
     with pytest.raises(Refused, match=r"there are: t$"):
-        rl_eval.load_tasks(tmp_path, [wanted])
+        load_tasks(tmp_path, [wanted])
 
 
 def test_what_is_no_task_is_skipped(tmp_path: Path) -> None:
     for name in ("two words", "ünïcode-日本", "_shared", ".git", "__pycache__"):
         write_task(tmp_path, name)
     (tmp_path / "generate.py").write_text("")
-    assert [task.id for task in rl_eval.load_tasks(tmp_path)] == ["two words", "ünïcode-日本"]
+    assert [task.id for task in load_tasks(tmp_path)] == ["two words", "ünïcode-日本"]
 
 
 @pytest.mark.parametrize("names", [["x" * 129], ["a\nb"], ["a\u202eb"], [" a"], ["a\\b"], ["Case", "case"]])
@@ -503,18 +504,18 @@ def test_ids_that_could_be_mistaken_are_refused(tmp_path: Path, names: list[str]
     for name in names:
         write_task(tmp_path, name)
     with pytest.raises(Refused, match="task id"):
-        rl_eval.load_tasks(tmp_path)
+        load_tasks(tmp_path)
 
 
 @pytest.mark.parametrize("folder", ["missing", "empty"])
 def test_no_tasks_is_an_error(tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(Refused):
-        rl_eval.load_tasks(tmp_path / folder)
+        load_tasks(tmp_path / folder)
 
 
 def files_of(task: Path) -> list[str]:
-    return [name for name, _ in rl_eval.load_task(task).files]
+    return [name for name, _ in load_task(task).files]
 
 
 def test_files_keep_their_paths(tmp_path: Path) -> None:
@@ -532,7 +533,7 @@ def test_files_keep_their_paths(tmp_path: Path) -> None:
         "outputs/seed",
         "sub/deep/c",
     ]
-    assert dict(rl_eval.load_task(task).files)["link"].read_text() == "sub/deep/c"
+    assert dict(load_task(task).files)["link"].read_text() == "sub/deep/c"
 
 
 @pytest.mark.parametrize("target", ["../expected.json", "/etc/passwd", "nowhere", "link", ".", "../../t/solution.sh"])
@@ -541,7 +542,7 @@ def test_symlink_that_leaves_is_refused(tmp_path: Path, target: str) -> None:
     (task / "files").mkdir()
     (task / "files" / "link").symlink_to(target)
     with pytest.raises(Refused, match="symlink"):
-        rl_eval.load_task(task)
+        load_task(task)
 
 
 def test_files_folder_may_be_elsewhere_but_not_a_file(tmp_path: Path) -> None:
@@ -553,7 +554,7 @@ def test_files_folder_may_be_elsewhere_but_not_a_file(tmp_path: Path) -> None:
     other = write_task(tmp_path, "other")
     (other / "files").write_text("")
     with pytest.raises(Refused):
-        rl_eval.load_task(other)
+        load_task(other)
 
 
 def test_fifo_is_refused(tmp_path: Path) -> None:
@@ -561,7 +562,7 @@ def test_fifo_is_refused(tmp_path: Path) -> None:
     (task / "files").mkdir()
     os.mkfifo(task / "files" / "pipe")
     with pytest.raises(Refused, match="neither"):
-        rl_eval.load_task(task)
+        load_task(task)
 
 
 @pytest.mark.parametrize("name", [".codex/config", ".managed-agents-x/a", "outputs", "a\\b", "a\nb", "\udcff"])
@@ -571,7 +572,7 @@ def test_paths_that_no_session_takes_are_refused(tmp_path: Path, name: str) -> N
     path.parent.mkdir(parents=True)
     path.write_text("")
     with pytest.raises(Refused):
-        rl_eval.load_task(task)
+        load_task(task)
 
 
 @pytest.mark.parametrize(
@@ -596,7 +597,7 @@ def test_limits_of_files(tmp_path: Path, sizes: list[int], accepted: bool) -> No
         assert len(files_of(task)) == len(sizes)
     else:
         with pytest.raises(Refused, match="limits"):
-            rl_eval.load_task(task)
+            load_task(task)
 
 
 # --- task.json ----------------------------------------------------------------------------------
@@ -605,7 +606,7 @@ def test_limits_of_files(tmp_path: Path, sizes: list[int], accepted: bool) -> No
 def with_rules(tmp_path: Path, text: str, expected: str = '{"x": 100, "y": "a", "z": 3}') -> Task:
     task = write_task(tmp_path, expected=expected)
     (task / "task.json").write_text(text)
-    return rl_eval.load_task(task)
+    return load_task(task)
 
 
 @pytest.mark.parametrize(
@@ -721,11 +722,11 @@ def test_default_pair_names_nothing_and_shell_has_no_model() -> None:
 def pairs_of(monkeypatch: pytest.MonkeyPatch, arguments: str, embedded: bool, key: str = "a-model-key") -> list[Pair]:
     monkeypatch.setenv("MODEL_API_KEY", key)
     monkeypatch.setenv("OPENAI_API_KEY", "" if embedded else "a-deployment-key")
-    options = rl_eval.make_parser().parse_args(arguments.split())
-    rl_eval.check_options(options, embedded)
-    rl_eval.recall_options(options, {})
-    rl_eval.check_endpoint(options)
-    return rl_eval.choose_pairs(options, embedded)
+    options = make_parser().parse_args(arguments.split())
+    check_options(options, embedded)
+    recall_options(options, {})
+    check_endpoint(options)
+    return choose_pairs(options, embedded)
 
 
 URL = "--model-base-url http://127.0.0.1:9/v1"
@@ -773,6 +774,7 @@ def test_pairs(monkeypatch: pytest.MonkeyPatch, arguments: str, embedded: bool, 
         ("--check", False, "embedded"),
         ("--check --model nop", True, "--check runs the tasks alone"),
         ("--samples 0", True, "--samples"),
+        ("--samples 4 --min-pass 1=0.5 --min-pass 5=0.9", True, "at most --samples, 4 here"),
         ("--concurrency x", True, "--concurrency"),
         ("--timeout nan", True, "--timeout"),
         ("--timeout -1", True, "--timeout"),
@@ -824,7 +826,7 @@ def no_constant(text: str) -> None:
 
 def stored(**members: Any) -> Json:
     """A record written and read back by a strict parser."""
-    line = rl_eval.to_line(result("t", None, **members))
+    line = to_line(result("t", None, **members))
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     record: Json = json.loads(line, parse_constant=no_constant)
     return record
@@ -872,18 +874,18 @@ def test_secrets_are_redacted_in_every_form(monkeypatch: pytest.MonkeyPatch) -> 
     """S25."""
     monkeypatch.setattr("report.record.SECRETS", [])
     secret = "sk-canary/+key=42"
-    rl_eval.keep_secret(secret)
-    rl_eval.keep_secret("none")
+    keep_secret(secret)
+    keep_secret("none")
     coded = base64.b64encode(secret.encode()).decode()
     texts = [secret, coded, "sk-canary%2F%2Bkey%3D42", f"Bearer {secret}!"]
     record = stored(items=[{"output": text, text: [text]} for text in texts], answer={"x": secret}, error=secret)
-    dumped = json.dumps(record) + rl_eval.plain(" ".join(texts))
+    dumped = json.dumps(record) + plain(" ".join(texts))
     assert not [text for text in texts[:3] if text in dumped] and "none" not in report.record.SECRETS
 
 
 @pytest.mark.parametrize("text", ["\x1b]0;title\x07", "a\rb", "a\nb", "\u202e", "\ud800", "\x9b31m"])
 def test_terminal_gets_no_control_characters(text: str) -> None:
-    assert rl_eval.plain(text).isprintable()
+    assert plain(text).isprintable()
 
 
 # --- What it costs to look --------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""What is shown of a run: progress while it runs, tables, comparisons, files for CI systems, a page to read.
+"""What is around a run: its options, the tasks as they are read, the record of it, its statistics, all that is shown.
 
-It reads what `rl_eval.py` writes and computes nothing of its own that the script computes: statistics are the
-script's. `python3 -m report --help` lists what can be made of a finished run's file. It knows no deployment.
+`rl_eval.py` is the story of running rollouts and imports from here what is not. `python3 -m report --help` lists what can
+be made of a finished run's file. Nothing here knows a deployment.
 """

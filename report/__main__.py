@@ -15,9 +15,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from report.options import counts
 from report.reading import Run
 from report.record import Refused, plain, say
-from rl_eval import counts
 
 
 def table(o: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from report.record import plain
 
 if TYPE_CHECKING:
     from report.record import Result
-    from rl_eval import Task
+    from report.tasks import Task
 
 
 def report_check(tasks: list[Task], results: Iterable[Result]) -> tuple[list[str], int]:

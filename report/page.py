@@ -23,11 +23,12 @@ from report.reading import Run, records
 from report.record import Json, Refused, plain, redact, strict
 from report.statistics import mean, summarise
 from report.table import cell, columns
-from rl_eval import ABSOLUTE, RELATIVE, load_task, matches
+from report.tasks import ABSOLUTE, RELATIVE, load_task
+from rl_eval import matches
 
 if TYPE_CHECKING:
     from report.record import Result
-    from rl_eval import Task
+    from report.tasks import Task
 
 HERE = Path(__file__).resolve().parent
 MOST_KS = 32  # of a curve; beyond, its ks are thinned out

@@ -13,7 +13,8 @@ from rl_eval import labels
 
 if TYPE_CHECKING:
     from report.record import Book
-    from rl_eval import Rollout, Task
+    from report.tasks import Task
+    from rl_eval import Rollout
 
 
 def show_plan(tasks: list[Task], plan: list[Rollout], book: Book, every_task: bool) -> int:

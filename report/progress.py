@@ -49,7 +49,7 @@ class Progress:
             say(plain(self.attempt_line(result, again)))
 
     def waiting(self, reason: str, seconds: float) -> None:
-        """The deployment has no room, or is in trouble: a rollout waits for so long."""
+        """A rollout waits for so long: the deployment has no room, or is in trouble, or its turn has not come."""
         now = time.monotonic()
         self.waits_for, self.waits_until = reason, max(self.waits_until, now + seconds)
         if self.live is None and not self.quiet and now >= self.next_wait_line:

@@ -15,6 +15,7 @@ import math
 import os
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote
 
 if TYPE_CHECKING:
-    from rl_eval import Rollout, Task
+    from report.tasks import Task
+    from rl_eval import Rollout
 
 Json = dict[str, Any]
 
@@ -356,3 +358,40 @@ class Journal:
         os.close(self.fd)
         if not self.size and self.path.is_file():
             self.path.unlink()
+
+
+def default_path(run_id: str) -> Path:
+    """Where a run is written that names no file. Raises OSError."""
+    (folder := Path("runs")).mkdir(exist_ok=True)
+    path = folder / (run_id.split("-")[0] + ".jsonl")
+    return folder / (run_id + ".jsonl") if path.exists() else path  # another run began in the same second
+
+
+def open_journal(path: Path | None, run_id: str) -> Journal:
+    """Create the output file. Raises Refused."""
+    try:
+        return Journal(path := path or default_path(run_id))
+    except OSError as error:
+        raise Refused(f"cannot create {path or 'runs/'}: {error.strerror}") from None
+
+
+def reopen_journal(path: Path, book: Book, read_only: bool) -> Journal | None:
+    """Go on with a file, or only read it: into `book` goes what it holds. Raises Refused."""
+    journal = None
+    try:
+        if read_only:
+            with path.open("rb") as file:
+                book.read(file)
+        else:
+            journal = Journal(path, book)
+    except OSError as error:
+        raise Refused(f"cannot go on with {path}: {error.strerror}") from None
+    for problem in book.problems:
+        say(plain(f"rl_eval: {path}, {problem}"))
+    if len({result.run_id for result in book.every}) > 1:
+        raise Refused(f"{path} holds lines of more than one run")
+    return journal
+
+
+def new_run_id() -> str:
+    return time.strftime("%Y%m%dT%H%M%SZ-", time.gmtime()) + os.urandom(2).hex()

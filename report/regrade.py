@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from report.record import Book, Json, Refused, plain, read_lines, say
+from report.record import Book, Json, Refused, new_run_id, open_journal, plain, read_lines, say
 from report.summary import report
-from rl_eval import compare, new_run_id, open_journal
+from rl_eval import compare
 
 if TYPE_CHECKING:
-    from rl_eval import Task
+    from report.tasks import Task
 
 
 def regrade(path: Path, tasks: list[Task], o: argparse.Namespace) -> int:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import rl_eval
-from report.record import Json, Result
+from report.record import Json, Result, to_line
+from report.tasks import load_task
 
 OPTIONS = {"samples": 2, "tasks": 1, "timeout": 900.0}
 
@@ -37,7 +37,7 @@ def usage(given: int, got: int, cached: int = 0) -> Json:
 
 
 def write_run(path: Path, results: list[Result]) -> Path:
-    path.write_bytes(b"".join(map(rl_eval.to_line, results)))
+    path.write_bytes(b"".join(map(to_line, results)))
     return path
 
 
@@ -56,4 +56,4 @@ def write_task(folder: Path, name: str, expected: Any, **files: str) -> str:
     (task / "expected.json").write_text(json.dumps(expected))
     for file, content in files.items():
         (task / f"{file}.json").write_text(content)
-    return rl_eval.load_task(task).digest
+    return load_task(task).digest

@@ -99,6 +99,7 @@ def test_create_rate_is_held_also_by_requests_that_are_sent_again(tmp_path: Path
         one.deployment.script.refuse["create"] = [DOWN] * 20
         done = one.begin("--samples 10 --concurrency 10 --create-rate 10")
         times = [moment for moment, _, _ in one.deployment.creates]
+        assert "waiting: --create-rate" in done.err
         assert done.code == 0 and len(times) == 30 and times[-1] - times[0] >= 2.7
 
 
@@ -281,7 +282,6 @@ GATES: list[tuple[str, float, int]] = [
     ("--min-reward 0.51", 0, 1),
     ("--min-pass 1=0.5 --min-pass 8=1", 0, 0),
     ("--min-pass 1=0.5 --min-pass 2=0.9", 0, 1),
-    ("--min-pass 9=0.1", 0, 3),
     ("--min-reward 0.1", 0.25, 3),
     ("--min-reward 0.1 --max-error-rate 0.25", 0.25, 0),
     ("--min-reward 0.9 --max-error-rate 0.25", 0.25, 1),

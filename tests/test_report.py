@@ -19,13 +19,12 @@ from run_files import result, rewards, usage, write_run, write_task
 from scripted_deployment import Script
 from test_script import by_sample, run, write_tasks
 
-import rl_eval
 from report.compare import sign_test
 from report.page import write_page
 from report.reading import Run
-from report.record import Json
+from report.record import Json, Result, plain
 
-ROOT = Path(rl_eval.__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def report(*words: str | Path, code: int = 0) -> tuple[str, str]:
@@ -317,7 +316,7 @@ HOSTILE = [
 ]
 
 
-def page(tmp_path: Path, results: list[rl_eval.Result]) -> str:
+def page(tmp_path: Path, results: list[Result]) -> str:
     path, target = write_run(tmp_path / "x.jsonl", results), tmp_path / "x.html"
     write_page(Run(path), target, tmp_path / "tasks")
     return target.read_text("utf-8")
@@ -356,7 +355,7 @@ def test_names_are_escaped(tmp_path: Path, text: str) -> None:
     bare, _ = blocks(page(tmp_path, [result(f"t{text}", n, 1.0, f"h{text}", f"m{text}", **known) for n in (0, 1)]))
     assert text not in bare and "\u202e" not in bare
     assert bare.count("<img") == 0 and len(re.findall("<script", bare)) == 3
-    escaped = rl_eval.plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    escaped = plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     assert bare.count(escaped.replace('"', "&quot;").replace("'", "&#x27;")) >= 4
 
 
