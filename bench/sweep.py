@@ -4,12 +4,14 @@
     python3 bench/sweep.py [--rollouts N] [--concurrency N] [--turn-seconds S] [--errors SHARE]
 
 The deployment (tests/scripted_deployment.py) is a process of its own. Each figure is of a whole process of
-`rl_eval.py`, its start taken off by a run of one rollout. Prints a Markdown table beside DESIGN.md's budgets.
+`rl_eval.py`, its start taken off by a run of one rollout. Beside the CPU: what the same six requests cost by the stock
+client alone, which no program that uses it can go below. Prints a Markdown table beside the budgets.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY = "scripted-deployment-key"
+ENVIRONMENT: Any = {"type": "openai_hosted", "files": [], "network": {"access": "disabled"}}
 
 
 def serve(connection: Connection, turn_seconds: float, errors: float) -> None:
@@ -48,6 +51,38 @@ def serve(connection: Connection, turn_seconds: float, errors: float) -> None:
             deployment.keys.clear()
             deployment.requests.clear()
             deployment.creates.clear()
+
+
+def bare(connection: Connection, base_url: str, rollouts: int, concurrency: int) -> None:
+    """The requests of so many rollouts by the client alone, nothing kept, nothing repeated. Sends seconds of CPU."""
+    import openai
+
+    async def rollout(client: Any, room: asyncio.Semaphore, name: str) -> None:
+        sessions = client.beta.agents.sessions
+        raw, turns = sessions.with_raw_response, sessions.turns.with_raw_response
+        async with room:
+            once: Any = {"metadata": {"rollout_id": name}, "extra_headers": {"Idempotency-Key": name}}
+            made = await raw.create(agent={}, input="Solve it.", environment=ENVIRONMENT, **once)
+            session = json.loads(made.content)["id"]
+            await asyncio.sleep(0.2)  # as the script waits before its first poll
+            json.loads((await turns.list(session, limit=100)).content)
+            found = json.loads((await sessions.artifacts.with_raw_response.list(session, limit=100)).content)
+            artifact = found["data"][0]["id"]
+            async with sessions.artifacts.with_streaming_response.content(artifact, session_id=session) as answer:
+                await answer.read()
+            json.loads((await sessions.items.with_raw_response.list(session, limit=100)).content)
+            await raw.delete(session)
+
+    async def all_of_them() -> float:
+        http = openai.DefaultAioHttpClient()
+        room = asyncio.Semaphore(concurrency)
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY, max_retries=0, http_client=http) as client:
+            await rollout(client, room, "first")  # imports what it needs
+            began = time.process_time()
+            await asyncio.gather(*(rollout(client, room, str(n)) for n in range(rollouts)))
+            return time.process_time() - began
+
+    connection.send(asyncio.run(all_of_them()))
 
 
 class Cost(NamedTuple):
@@ -115,11 +150,18 @@ def main() -> None:
         bench = Bench(Path(folder), here)
         start, alone = bench.cost(1, 1), bench.cost(10, 1)
         tenth, whole = bench.cost(o.rollouts // 10, o.concurrency), bench.cost(o.rollouts, o.concurrency)
+        ours, theirs = context.Pipe()
+        alone_client = context.Process(target=bare, args=(theirs, bench.base_url, o.rollouts, o.concurrency))
+        alone_client.start()
+        theirs.close()  # so that its end is seen, should it fail
+        client = float(ours.recv()) / o.rollouts * 1000
+        alone_client.join()
     here.send(False)
     server.join()
     cpu = (whole.cpu - start.cpu) / (o.rollouts - 1) * 1000
     print("| What | Measured | Budget |\n| --- | --- | --- |")
-    print(f"| CPU of the script per rollout | {cpu:.1f} ms | 5 ms |")
+    print(f"| CPU of the script per rollout | {cpu:.1f} ms, {cpu / client:.2f} × the client alone | 5 ms |")
+    print(f"| CPU of its six requests by the stock client alone | {client:.1f} ms | – |")
     print(f"| CPU of the script's start and end | {start.cpu:.1f} s | – |")
     peaks = f"{tenth.peak_mb:.0f} and {whole.peak_mb:.0f} MB, {whole.peak_mb / tenth.peak_mb:.2f} ×"
     print(f"| peak memory, {o.rollouts // 10} and {o.rollouts} rollouts | {peaks} | 60 MB, 1.1 × |")
