@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import orjson
 
 from gateway.call import Refused, Usage
 from gateway.record import Finding, VersionSegment
@@ -114,7 +115,7 @@ class Engine:
 
     async def post(self, url: str, body: Doc) -> Doc:
         """The JSON object that answers `body`; Refused with the status that a harness is to see."""
-        content = json.dumps(body, separators=(",", ":")).encode()
+        content = written(body)
         try:
             async with self.client.post(url, data=content, headers=AS_JSON, allow_redirects=False) as response:
                 status, data = response.status, await response.read()
@@ -174,11 +175,21 @@ class Engine:
 
 
 def json_of(data: bytes) -> Any:
-    """The JSON value, or None."""
+    """The JSON value, or None. NaN, with which orjson does not read on, becomes a finding of the call."""
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None
+        return orjson.loads(data)
+    except ValueError:
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+
+
+def written(body: Doc) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except TypeError:  # a lone surrogate, a large integer
+        return json.dumps(body, separators=(",", ":")).encode()
 
 
 def error_text(data: bytes) -> str:
@@ -246,8 +257,12 @@ def sampled_of(choice: Doc) -> tuple[list[int] | None, list[float | None] | None
     ids = ids if isinstance(ids, list) else None
     if not isinstance(content, list):
         return ids, None, []
-    logprobs = [one.get("logprob") if isinstance(one, dict) else None for one in content]
-    matches = [TOKEN_ID.fullmatch(str(one.get("token"))) if isinstance(one, dict) else None for one in content]
+    entries: list[Doc] = [one if isinstance(one, dict) else {} for one in content]
+    logprobs = [one.get("logprob") for one in entries]
+    tokens = [one.get("token") for one in entries]
+    if ids is not None and tokens == [f"token_id:{one}" for one in ids]:
+        return ids, logprobs, []  # as nearly always, and quicker than to look at each
+    matches = [TOKEN_ID.fullmatch(str(token)) for token in tokens]
     named = [int(match[1]) for match in matches if match]
     if ids is None:
         return (named if named and len(named) == len(content) else None), logprobs, []
