@@ -61,6 +61,8 @@ class Exchange:
     """The reply is on its way to the disk, or there: nothing is left to cancel."""
     delivered: bool = False
     cancelled_because: str = ""
+    known: Doc = field(default_factory=dict)
+    """Members that the record has when it is done."""
 
     @property
     def id(self) -> str:
@@ -76,6 +78,9 @@ class Exchange:
     def settled(self) -> bool:
         """No client waits and none is waited for."""
         return self.delivered or self.failed
+
+    def done(self, **members: Any) -> CallRecord:
+        return replace(self.record, **self.known, **members)
 
     def cancel(self, because: str) -> None:
         if not self.answered and not self.task.done():
@@ -167,7 +172,9 @@ class Calls:
     def deliver(self, exchange: Exchange) -> None:
         """Its terminal event was written."""
         exchange.connected, exchange.delivered = False, True
-        self.later(self.attempts.off_loop(exchange.attempt.log.delivered, exchange.id, time.monotonic()))
+        log, now = exchange.attempt.log, time.monotonic()
+        if not log.delivered_at_once(exchange.id, now):
+            self.later(self.attempts.off_loop(log.delivered, exchange.id, now))
 
     def close(self, attempt: Attempt, why: str) -> None:
         """No further call; what the engine does for it is cancelled."""
@@ -225,7 +232,7 @@ class Calls:
         asked = asked.limited(min(limits, default=None))
         async with self.weights.generating():
             before = await self.weights.version()
-            exchange.record = replace(exchange.record, t_engine_start=time.monotonic())
+            exchange.known["t_engine_start"] = time.monotonic()
             try:
                 answer = await self.engine.chat(asked.body())
             except Overflow:
@@ -235,7 +242,7 @@ class Calls:
                 # is then below the limit; a prompt that is too long by itself is refused again.
                 asked = asked.limited(None)
                 answer = await self.engine.chat(asked.body())
-        exchange.record = replace(exchange.record, t_engine_end=time.monotonic(), sampling_applied=asked.applied)
+        exchange.known |= {"t_engine_end": time.monotonic(), "sampling_applied": asked.applied}
         return answer, before
 
     async def check_context(self, attempt: Attempt, asked: Prompt) -> None:
@@ -251,8 +258,7 @@ class Calls:
         found: list[Finding] = []
         if segments and not exact:
             found.append({"level": "warn", "code": "version_inexact", "detail": inexact})
-        record = replace(
-            exchange.record,
+        record = exchange.done(
             prompt_ids=None if answer.prompt_ids is None else Delta(answer.prompt_ids),
             sampled_ids=answer.sampled_ids,
             logprobs=answer.logprobs,
@@ -282,7 +288,7 @@ class Calls:
         usage = Usage(attempt.context, 0)
         message = {"role": "assistant", "content": STOP_TEXT}
         why = f"budget used up: {spent}"
-        record = replace(exchange.record, state="synthetic", message=message, stop_reason=why, usage=vars(usage))
+        record = exchange.done(state="synthetic", message=message, stop_reason=why, usage=vars(usage))
         await self.keep(exchange, record)
         return Call(exchange.id, exchange.request, Reply(STOP_TEXT), usage, int(time.time()))
 
@@ -291,7 +297,7 @@ class Calls:
         exchange.record = await asyncio.shield(self.attempts.off_loop(exchange.attempt.log.reply, record))
 
     async def failed(self, exchange: Exchange, why: str) -> None:
-        await self.keep(exchange, replace(exchange.record, state="failed", evidence=why))
+        await self.keep(exchange, exchange.done(state="failed", evidence=why))
 
 
 def report(task: asyncio.Task[Call]) -> None:

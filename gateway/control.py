@@ -24,7 +24,7 @@ from gateway.call import Refused
 from gateway.calls import Calls
 from gateway.dialects.wire import member, openai_error, read_json, refusal_headers
 from gateway.record import attempt_of
-from gateway.server import json_response, keys_of, read_body
+from gateway.server import headers_of, json_response, keys_of, read_body
 from gateway.store import StaleSnapshot, StoreError
 
 Doc = dict[str, Any]
@@ -58,7 +58,7 @@ class Control:
     def route(self, path: str, method: str, handler: Callable[[Request, Doc], Awaitable[Doc]]) -> Route:
         async def endpoint(http: Request) -> Response:
             try:
-                if not any(hmac.compare_digest(key.encode(), self.admin_key) for key in keys_of(http)):
+                if not any(hmac.compare_digest(key.encode(), self.admin_key) for key in keys_of(headers_of(http))):
                     raise Refused(401, "the control listener takes the admin key, as Bearer", "invalid_api_key")
                 data = await read_body(http)
                 return json_response(await handler(http, read_json(data) if data else {}))

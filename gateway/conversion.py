@@ -15,10 +15,9 @@ import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
-from gateway.call import Refused, canonical
+from gateway.call import Refused, canonical, digest
 
 Doc = dict[str, Any]
 
@@ -56,7 +55,7 @@ class Conversion:
     findings: list[tuple[str, str]] = field(default_factory=list)
 
     def note(self, kind: str, pointer: str, reason: str, before: Any, after: Any) -> None:
-        digests = {"before_sha256": _digest(before), "after_sha256": _digest(after)}
+        digests = {"before_sha256": digest(before), "after_sha256": digest(after)}
         self.transforms.append({"kind": kind, "pointer": pointer, "reason": reason, **digests})
 
     def text(self, content: Any, pointer: str, kinds: tuple[str, ...] = ("text",), joint: str = "\n") -> str:
@@ -161,7 +160,3 @@ def unseal(token: Any) -> str | None:
         return urlsafe_b64decode(token.removeprefix(_REASONING)).decode("utf-8", "surrogatepass")
     except ValueError:
         return None
-
-
-def _digest(value: Any) -> str:
-    return sha256(canonical(value)).hexdigest()

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
+import orjson
 
 from gateway.call import Refused, Usage
 from gateway.record import Finding, VersionSegment
@@ -24,10 +25,20 @@ from gateway.record import Finding, VersionSegment
 Doc = dict[str, Any]
 
 CONNECT_SECONDS = 10.0
+IDLE_SECONDS = 3.0
+"""Less than the 5 s after which common servers close a silent connection: one that they close is never written to."""
 ANSWER_SECONDS = 3600.0
 """A long generation is silent until it ends; shorter limits are the budgets' and the harness's."""
+PATIENT = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS)
+AT_ONCE = aiohttp.ClientTimeout(total=CONNECT_SECONDS)
+READ_BYTES = 1 << 20
+"""Taken before reading pauses: a reply of a long prompt's ids is not read in small steps."""
 SHOWN_CHARACTERS = 500
 """Of an engine's error, in ours."""
+
+AS_JSON = {"content-type": "application/json"}
+UNREACHABLE = (aiohttp.ClientError, asyncio.TimeoutError)
+"""What the client raises where no whole answer came."""
 
 CAPTURE: Doc = {
     "logprobs": True,
@@ -88,10 +99,14 @@ class Engine:
         self.model = model
         self.key = key
         self.capabilities = Capabilities()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.client = httpx.AsyncClient(limits=limits, timeout=timeout, headers=headers, trust_env=False)
+        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
+        self.client = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+            timeout=PATIENT,
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=READ_BYTES,
+        )
 
     @property
     def root(self) -> str:
@@ -100,30 +115,33 @@ class Engine:
 
     async def post(self, url: str, body: Doc) -> Doc:
         """The JSON object that answers `body`; Refused with the status that a harness is to see."""
-        content = json.dumps(body, separators=(",", ":")).encode()
+        content = written(body)
         try:
-            response = await self.client.post(url, content=content, headers={"content-type": "application/json"})
-        except httpx.HTTPError as error:
+            async with self.client.post(url, data=content, headers=AS_JSON, allow_redirects=False) as response:
+                status, data = response.status, await response.read()
+        except UNREACHABLE as error:
             raise Refused(502, f"the engine cannot be reached: {type(error).__name__}", "engine_unreachable") from None
-        if response.status_code != 200:
-            raise self.refusal(response)
-        try:
-            value = json.loads(response.content)
-        except (ValueError, RecursionError):
-            value = None
+        if status != 200:
+            raise self.refusal(status, data)
+        value = json_of(data)
         if not isinstance(value, dict):
             raise Refused(502, "the engine answered something that is no JSON object", "engine_malformed")
         return value
 
-    def refusal(self, response: httpx.Response) -> Refused:
-        text = error_text(response)
+    async def get(self, url: str) -> tuple[int, Any]:
+        """(status, the JSON value or None) of a route that answers at once."""
+        async with self.client.get(url, allow_redirects=False, timeout=AT_ONCE) as response:
+            return response.status, json_of(await response.read())
+
+    def refusal(self, status: int, data: bytes) -> Refused:
+        text = error_text(data)
         if self.key:
             text = text.replace(self.key, "[secret]")
-        message = f"the engine answered {response.status_code}: {text}"
-        if response.status_code in (400, 413) and OVERFLOW.search(text.lower()):
+        message = f"the engine answered {status}: {text}"
+        if status in (400, 413) and OVERFLOW.search(text.lower()):
             return Overflow(400, message, "context_length_exceeded")
-        if response.status_code in (400, 413, 422):
-            return Refused(response.status_code, message, "engine_refused")
+        if status in (400, 413, 422):
+            return Refused(status, message, "engine_refused")
         return Refused(502, message, "engine_failed")
 
     async def chat(self, body: Doc) -> Answer:
@@ -147,21 +165,38 @@ class Engine:
         if path is None:
             return None
         try:
-            response = await self.client.get(self.root + path, timeout=CONNECT_SECONDS)
-            return version_in(response.json()) if response.status_code == 200 else None
-        except (httpx.HTTPError, ValueError):
+            status, value = await self.get(self.root + path)
+        except UNREACHABLE:
             return None
+        return version_in(value) if status == 200 else None
 
     async def close(self) -> None:
-        await asyncio.shield(self.client.aclose())
+        await asyncio.shield(self.client.close())
 
 
-def error_text(response: httpx.Response) -> str:
-    """What an error says, whatever its envelope."""
+def json_of(data: bytes) -> Any:
+    """The JSON value, or None. NaN, with which orjson does not read on, becomes a finding of the call."""
     try:
-        value = response.json()
-    except (ValueError, RecursionError):
-        return response.text[:SHOWN_CHARACTERS]
+        return orjson.loads(data)
+    except ValueError:
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+
+
+def written(body: Doc) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except TypeError:  # a lone surrogate, a large integer
+        return json.dumps(body, separators=(",", ":")).encode()
+
+
+def error_text(data: bytes) -> str:
+    """What an error says, whatever its envelope."""
+    value = json_of(data)
+    if value is None:
+        return data.decode("utf-8", "replace")[:SHOWN_CHARACTERS]
     error = value.get("error", value) if isinstance(value, dict) else value
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)[:SHOWN_CHARACTERS]
@@ -222,8 +257,12 @@ def sampled_of(choice: Doc) -> tuple[list[int] | None, list[float | None] | None
     ids = ids if isinstance(ids, list) else None
     if not isinstance(content, list):
         return ids, None, []
-    logprobs = [one.get("logprob") if isinstance(one, dict) else None for one in content]
-    matches = [TOKEN_ID.fullmatch(str(one.get("token"))) if isinstance(one, dict) else None for one in content]
+    entries: list[Doc] = [one if isinstance(one, dict) else {} for one in content]
+    logprobs = [one.get("logprob") for one in entries]
+    tokens = [one.get("token") for one in entries]
+    if ids is not None and tokens == [f"token_id:{one}" for one in ids]:
+        return ids, logprobs, []  # as nearly always, and quicker than to look at each
+    matches = [TOKEN_ID.fullmatch(str(token)) for token in tokens]
     named = [int(match[1]) for match in matches if match]
     if ids is None:
         return (named if named and len(named) == len(content) else None), logprobs, []

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
-
 from gateway.call import Refused
-from gateway.engine import CAPTURES, CONNECT_SECONDS, Answer, Capabilities, Engine, read_answer, version_in
+from gateway.engine import CAPTURES, UNREACHABLE, Answer, Capabilities, Engine, read_answer, version_in
 from gateway.prompt import NEUTRAL_EXTENDED
 from gateway.record import CallRecord, Delta, measured_findings
 
@@ -72,14 +70,13 @@ async def base_url(engine: Engine) -> tuple[str, list[Any]]:
     problem = "nothing"
     for url in (engine.url, f"{engine.url}/v1"):
         try:
-            response = await engine.client.get(f"{url}/models", timeout=CONNECT_SECONDS)
-            listed = response.json().get("data") if response.status_code == 200 else None
-        except (httpx.HTTPError, ValueError, AttributeError) as error:
+            status, value = await engine.get(f"{url}/models")
+        except UNREACHABLE as error:
             problem = type(error).__name__
             continue
-        if isinstance(listed, list):
-            return url, listed
-        problem = f"status {response.status_code}"
+        if status == 200 and isinstance(value, dict) and isinstance(value.get("data"), list):
+            return url, value["data"]
+        problem = f"status {status}"
     raise ProbeFailed(f"{engine.url}/models answers {problem}: is it the base URL of an OpenAI-compatible server?")
 
 
@@ -158,11 +155,11 @@ async def echo(engine: Engine, first: Answer) -> str:
 async def version_path(engine: Engine) -> str | None:
     for path in VERSION_PATHS:
         try:
-            response = await engine.client.get(engine.root + path, timeout=CONNECT_SECONDS)
-            if response.status_code == 200 and version_in(response.json()) is not None:
-                return path
-        except (httpx.HTTPError, ValueError):
+            status, value = await engine.get(engine.root + path)
+        except UNREACHABLE:
             continue
+        if status == 200 and version_in(value) is not None:
+            return path
     return None
 
 

@@ -52,6 +52,8 @@ class Prompt:
 
     def limited(self, most: int | None) -> Prompt:
         """With at most `most` output tokens; None leaves the limit to the engine's context."""
+        if most == self.applied.get("max_completion_tokens"):
+            return self
         kept = {name: value for name, value in self.applied.items() if name != "max_completion_tokens"}
         return replace(self, applied=kept if most is None else {**kept, "max_completion_tokens": most})
 

@@ -120,12 +120,12 @@ class CallRecord:
 
     def as_json(self) -> Doc:
         """The `call/1` object; strict JSON once it is dumped with `dump`."""
-        members = {one.name: getattr(self, one.name) for one in fields(self)}
+        members = dict(vars(self))
         for name in ("messages", "tools", "prompt_ids"):
             members[name] = members[name] and members[name].as_json()
         for name in ("transforms", "version_segments", "findings"):
             members[name] = list(members[name])
-        members["logprobs"] = self.logprobs and [finite(value) for value in self.logprobs]
+        members["logprobs"] = self.logprobs and list(map(finite, self.logprobs))
         return {"schema": SCHEMA, **members}
 
     @classmethod
@@ -143,7 +143,8 @@ class CallRecord:
     def with_findings(self, found: Iterable[Finding]) -> CallRecord:
         """The record with those findings that it does not have yet."""
         known = {finding["code"] for finding in self.findings}
-        return replace(self, findings=[*self.findings, *(one for one in found if one["code"] not in known)])
+        new = [one for one in found if one["code"] not in known]
+        return replace(self, findings=[*self.findings, *new]) if new else self
 
     @property
     def fatal(self) -> str | None:
@@ -195,13 +196,14 @@ def measured_findings(record: CallRecord) -> list[Finding]:
         add("fatal", "invalid_token_id", "a token id is not an integer between 0 and 2^32")
     if len(sampled) != len(logprobs):
         add("fatal", "logprob_misaligned", f"{len(logprobs)} log probabilities for {len(sampled)} tokens")
-    if any(finite(value) is None or value == FILLER for value in logprobs):
+    known = [value for value in logprobs if value is not None]
+    if len(known) < len(logprobs) or not all(map(math.isfinite, known)) or FILLER in known:
         add("fatal", "logprob_filler", "a log probability is missing, not finite, or a filler")
-    if any(value is not None and value > 0 for value in logprobs):
+    if any(value > 0 for value in known):
         add("fatal", "positive_logprob", "a log probability is above 0")
     if not sampled:
         add("info", "nothing_trainable", "no token was sampled")
-    elif not any(logprobs) and None not in logprobs:
+    elif not any(logprobs) and len(known) == len(logprobs):
         add("warn", "all_certain", "every log probability is 0")
     return found
 

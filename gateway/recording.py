@@ -17,7 +17,7 @@ from gateway.dialects.wire import digest_of, read_json
 from gateway.engine import Engine
 from gateway.labels import labels, retry_count
 from gateway.prompt import prompt
-from gateway.server import json_response, keys_of, models, read_body
+from gateway.server import headers_of, json_response, keys_of, models, read_body
 
 
 class RecordingGateway:
@@ -27,20 +27,21 @@ class RecordingGateway:
         self.calls = calls
 
     async def complete(self, http: Request, dialect: Dialect) -> Response:
-        attempt = await self.admit(http)
+        headers = headers_of(http)
+        attempt = await self.attempts.admit(http.path_params["rollout_id"], keys_of(headers))
         data = await read_body(http)
         body = read_json(data)
         request = dialect.parse(body)
         digest = digest_of(data, body)
         attempt.check()  # it may have been closed while the body came
-        exchange = attempt.resend_of(dialect.NAME, digest, retry_count(http.headers))
+        exchange = attempt.resend_of(dialect.NAME, digest, retry_count(headers))
         if exchange is None and (stored := attempt.stored.pop((dialect.NAME, digest), None)) is not None:
             exchange = self.calls.resume(attempt, dialect, request, stored)
         if exchange is not None:
             self.calls.join(exchange)
         else:
-            path = http.url.path.removeprefix(f"/rollouts/{attempt.path_id}")
-            told = labels(http.headers, body)
+            path = http.scope["path"].removeprefix(f"/rollouts/{attempt.path_id}")
+            told = labels(headers, body)
             exchange = self.calls.begin(attempt, dialect, request, body, digest, told, path)
         return Delivery(self.calls, exchange, dialect, request.stream)
 
@@ -59,4 +60,4 @@ class RecordingGateway:
         return models([self.engine.model])
 
     async def admit(self, http: Request) -> Attempt:
-        return await self.attempts.admit(http.path_params["rollout_id"], keys_of(http))
+        return await self.attempts.admit(http.path_params["rollout_id"], keys_of(headers_of(http)))

@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import uvicorn
@@ -90,16 +90,21 @@ class ScriptedGateway:
 
     def open(self, http: Request) -> str | None:
         """Check the key, then find the rollout and its script."""
-        if not any(hmac.compare_digest(key.encode(), self.key) for key in keys_of(http)):
+        if not any(hmac.compare_digest(key.encode(), self.key) for key in keys_of(headers_of(http))):
             raise call.Refused(401, "no valid API key: send it as Bearer or x-api-key", "invalid_api_key")
         return self.book.script(http.path_params["rollout_id"])
 
 
-def keys_of(http: Request) -> tuple[str, str, str]:
+def headers_of(http: Request) -> dict[str, str]:
+    """The headers by their names in lower case, the first of each. Starlette's own looks through all at every look."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(http.scope["headers"])}
+
+
+def keys_of(headers: Mapping[str, str]) -> tuple[str, str, str]:
     """The keys that a request presents, empty where it has none."""
-    scheme, _, token = http.headers.get("authorization", "").partition(" ")
+    scheme, _, token = headers.get("authorization", "").partition(" ")
     bearer = token if scheme.lower() == "bearer" else ""
-    return bearer, http.headers.get("x-api-key", ""), http.headers.get("x-goog-api-key", "")
+    return bearer, headers.get("x-api-key", ""), headers.get("x-goog-api-key", "")
 
 
 def models(names: Iterable[str]) -> Response:

@@ -47,6 +47,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+import orjson
+
 from gateway import strict
 from gateway.prefixes import IdTree, ListTree, Node, insert
 from gateway.record import ID_BYTES, CallRecord, Delta, Doc, dump, pack, unpack, whole
@@ -56,6 +58,10 @@ LINE = re.compile(rb"([0-9a-f]{8}) ([0-9a-f]{8}) (.*)", re.DOTALL)
 SECRET_CHARACTERS = 8
 """A shorter "secret" is not replaced: it would hit by chance."""
 NUMBERS = {int, float, type(None)}
+ARRAYS = ("prompt_ids", "sampled_ids", "logprobs")
+"""Members of a call. Written by orjson, ten times as quick at numbers; the rest must be ASCII, and fail with a NaN."""
+REDACTED = {"reply": "call", "delivered": "changes", "undelivered": "changes", "release": "reason"}
+"""The member of an event that may hold a secret."""
 NAME_CHARACTERS = 200
 """Of a folder's name; file systems take 255 bytes."""
 
@@ -143,7 +149,7 @@ class Store:
             lines: list[Doc] = [{"event": "open", "schema": SCHEMA, **mark}, {"event": "drop", "snapshot": snapshot}]
             temporary = path.with_suffix(".new")
             with temporary.open("wb") as file:
-                file.write(b"".join(frame(line) for line in lines))
+                file.write(b"".join(frame(dump(line).encode()) for line in lines))
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -217,8 +223,7 @@ class AttemptLog:
             if record.state not in ("reply", "failed", "synthetic"):
                 raise ValueError(f"a call is first stored as reply, failed or synthetic, not {record.state}")
             try:
-                call = self._redact(self._shorten(record).as_json())
-                self._append({"event": "reply", "call": call}, sync=True)
+                self._append({"event": "reply", "call": self._shorten(record).as_json()}, sync=True)
             except BaseException:
                 self._index()  # or a later call would build on one that is not in the log
                 raise
@@ -229,6 +234,18 @@ class AttemptLog:
         with self._mutex:
             if self.trace.calls[call_id].evidence != "terminal_event":
                 self._change("delivered", call_id, changes, "delivered")
+
+    def delivered_at_once(self, call_id: str, t_terminal: float) -> bool:
+        """`delivered`, unless the log is busy with the disk or fails: then False. This does not wait for the disk."""
+        if not self._mutex.acquire(blocking=False):
+            return False
+        try:
+            self.delivered(call_id, t_terminal)
+            return True
+        except StoreError:
+            return False
+        finally:
+            self._mutex.release()
 
     def undelivered(self, call_id: str, evidence: str) -> None:
         with self._mutex:
@@ -243,12 +260,12 @@ class AttemptLog:
     def _change(self, event: str, call_id: str, changes: Doc, state: str) -> None:
         if self.trace.calls[call_id].state in ("reply", "undelivered"):
             changes = {"state": state, **changes}  # a failed or synthetic call stays what it is
-        self._append({"event": event, "call_id": call_id, "changes": self._redact(changes)})
+        self._append({"event": event, "call_id": call_id, "changes": changes})
 
     def release(self, reason: str) -> None:
         with self._mutex:
             if self.trace.released is None:
-                self._append({"event": "release", "reason": self._redact(reason)}, sync=True)
+                self._append({"event": "release", "reason": reason}, sync=True)
 
     def freeze(self) -> str:
         """Make everything durable; returns the snapshot id over it."""
@@ -266,7 +283,8 @@ class AttemptLog:
 
     def _append(self, entry: Doc, sync: bool = False) -> None:
         """One line, or an exception and no line: what a full disk leaves half written is cut off again."""
-        line = frame(entry)
+        entry, text = self._written(entry)
+        line = frame(text)
         try:
             if os.pwrite(self._descriptor, line, self._end) != len(line):
                 raise OSError(28, "the disk is full")
@@ -281,6 +299,15 @@ class AttemptLog:
             self._content.update(line)
             self.trace.snapshot = self._content.hexdigest()
         self.trace.apply(entry)
+
+    def _written(self, entry: Doc) -> tuple[Doc, bytes]:
+        """(the entry without known secrets, its JSON). To search the JSON is quicker than to walk through the entry."""
+        numbers = numbers_of(entry["call"]) if entry["event"] == "reply" else b""
+        text = dump(without_numbers(entry) if numbers else entry)
+        if entry["event"] in REDACTED and self._redact.finds(text):
+            entry = {name: self._redact(value) if name in REDACTED.values() else value for name, value in entry.items()}
+            return entry, dump(entry).encode()
+        return entry, text[:-2].encode() + b"," + numbers[1:] + b"}" if numbers else text.encode()
 
     def _shorten(self, record: CallRecord) -> CallRecord:
         """The record with P, messages and tools as deltas against what this log holds."""
@@ -300,8 +327,20 @@ class AttemptLog:
         return replace(record, messages=messages, tools=tools, prompt_ids=prompt, sampled_ids=sampled)
 
 
-def frame(entry: Doc) -> bytes:
-    text = dump(entry).encode()
+def numbers_of(call: Doc) -> bytes:
+    """The JSON of an object with the arrays of a call, which are most of it; nothing if they hold more than numbers."""
+    tail = (call["prompt_ids"] or {"tail": ()})["tail"]
+    if pack(tail) is None or pack(call["sampled_ids"] or ()) is None:
+        return b""
+    return orjson.dumps({name: call[name] for name in ARRAYS})
+
+
+def without_numbers(entry: Doc) -> Doc:
+    """The entry of a reply to which the arrays can be added at the end."""
+    return {"event": entry["event"], "call": {k: v for k, v in entry["call"].items() if k not in ARRAYS}}
+
+
+def frame(text: bytes) -> bytes:
     return b"%08x %08x %s\n" % (len(text), zlib.crc32(text), text)
 
 
@@ -377,6 +416,11 @@ class Redactor:
     def __init__(self, secrets: Iterable[str]) -> None:
         forms = {form for secret in secrets if len(secret) >= SECRET_CHARACTERS for form in spellings(secret)}
         self.pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True)))) if forms else None
+        self.marks = [dump(form)[1:-1] for form in forms]
+
+    def finds(self, text: str) -> bool:
+        """Whether a value whose JSON this is, as `dump` writes it, holds a secret; true also where it only might."""
+        return any(mark in text for mark in self.marks)
 
     def __call__(self, value: Any) -> Any:
         if self.pattern is None:

@@ -7,13 +7,11 @@ or the request is refused, and the message says where.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from hashlib import sha256
 from typing import Any, TypeVar
 
 from gateway import strict
-from gateway.call import Refused, canonical
+from gateway.call import Refused, digest
 
 T = TypeVar("T")
 
@@ -40,19 +38,24 @@ def read_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-_FRACTION = re.compile(rb"[0-9](?:[.eE])[-+0-9]")
-_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*"|(-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)', re.DOTALL)
-
-
 def digest_of(body: bytes, value: Any) -> str:
     """SHA-256 of a body with members sorted at every level, and numbers as written: 1.0 and 1.00 differ.
 
-    Members in another order are the same request. Numbers are looked for only where some could be spelled in two ways.
+    Members in another order are the same request. A number counts beside its value only where it has another form than
+    its shortest.
     """
-    digest = sha256(canonical(value))
-    if _FRACTION.search(body):
-        digest.update(b"\0".join(sorted(match[1] for match in _NUMBER.finditer(body) if match[1])))
-    return digest.hexdigest()
+    numbers = [] if strict.as_written(value, body) else sorted(filter(_is_odd, _numbers_in(body)))
+    return digest([value, *numbers] if numbers else value)
+
+
+def _numbers_in(body: bytes) -> list[str]:
+    found: list[str] = []
+    json.loads(body, parse_float=found.append, parse_int=found.append)
+    return found
+
+
+def _is_odd(number: str) -> bool:
+    return not strict.as_written(json.loads(number), number.encode())
 
 
 def member(of: Mapping[str, Any], name: str, kind: type[T] | tuple[type[T], ...], default: Any = _REQUIRED) -> Any:
