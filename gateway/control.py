@@ -4,6 +4,7 @@ POST /attempts                          {"rollout_id", "attempt_id"?, "purpose"?
 POST /attempts/{rollout_id}/{n}/release {"reason"?}
 POST /attempts/{rollout_id}/{n}/freeze  → {"snapshot"}
 POST /attempts/{rollout_id}/{n}/drop    {"snapshot"}
+POST /attempts/{rollout_id}/{n}/rewards {"rewards": {call_id: number or null}}
 GET  /attempts/{rollout_id}/{n}         the trace: state, counts, the calls
 POST /pause {"wait"?}    POST /resume {"version"?}    GET /status
 """
@@ -11,6 +12,7 @@ POST /pause {"wait"?}    POST /resume {"version"?}    GET /status
 from __future__ import annotations
 
 import hmac
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -47,6 +49,7 @@ class Control:
                 self.route(f"{one}/release", "POST", self.release),
                 self.route(f"{one}/freeze", "POST", self.freeze),
                 self.route(f"{one}/drop", "POST", self.drop),
+                self.route(f"{one}/rewards", "POST", self.reward),
                 self.route("/pause", "POST", self.pause),
                 self.route("/resume", "POST", self.resume),
                 self.route("/status", "GET", self.status),
@@ -134,9 +137,21 @@ class Control:
         except StoreError as error:
             raise Refused(503, str(error), "store_failed") from None
 
+    async def reward(self, http: Request, body: Doc) -> Doc:
+        """Of single calls, also once the attempt is frozen: the snapshot is another one then."""
+        attempt, rewards = await self.find(http), member(body, "rewards", dict)
+        for call_id, value in rewards.items():
+            if attempt.log.trace.calls.get(call_id) is None:
+                raise Refused(404, f"there is no call {call_id!r} in this attempt", "call_not_found")
+            if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+                raise Refused(400, f"the reward of {call_id!r} is no number, nor null", "bad_reward")
+        await self.attempts.off_loop(attempt.log.reward, rewards)
+        return described(attempt)
+
     async def trace(self, http: Request, body: Doc) -> Doc:
         attempt = await self.find(http)
-        return {**described(attempt), "records": [record.as_json() for record in attempt.log.records()]}
+        records = [record.as_json() for record in attempt.log.records()]
+        return {**described(attempt), "rewards": attempt.log.trace.rewards, "records": records}
 
     async def pause(self, http: Request, body: Doc) -> Doc:
         await self.calls.weights.pause(member(body, "wait", bool, True))

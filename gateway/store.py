@@ -7,6 +7,7 @@
     log.delivered(call_id, t_terminal=...)            # the terminal event was written without error
     log.undelivered(call_id, "client hung up")        # it was not; a later `delivered` (a resend) overrides it
     log.resent(call_id, 1)                            # the harness sent the call again, n times by now
+    log.reward({call_id: 0.5})                        # of single calls; the rollout's is the run's to tell
     log.release("by control"); snapshot = log.freeze()
     log.records()                                     # the calls, states applied: to answer resends after a restart
     store.drop(rollout_id, attempt_id, snapshot)      # StaleSnapshot unless it is the current one
@@ -15,7 +16,7 @@
 `reply` takes a whole record (`Delta(tail=everything)` for P, messages and tools) in state `reply`,
 `failed` or `synthetic`, and writes it shortened. Every value in it must be strict JSON: refuse a body
 with numbers like 1e999 when it arrives, for here it is a ValueError. All methods may be called from
-any thread; `reply`, `release` and `freeze` wait for the disk, so a server calls them in a thread.
+any thread; `reply`, `reward`, `release` and `freeze` wait for the disk, so a server calls them in a thread.
 
 Invariants:
 - A line is `LENGTH CRC32 JSON`, both in hexadecimal; the log of a killed process is whole lines and
@@ -94,6 +95,8 @@ class Trace:
     """Bytes of a last line that was never whole: left out."""
     calls: dict[str, CallRecord] = field(default_factory=dict)
     """By call id, in the order of their replies."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """Of single calls, by call id; null takes one back."""
 
     def messages(self, call_id: str) -> list[Any]:
         return whole(self.calls, call_id, "messages")
@@ -113,6 +116,8 @@ class Trace:
         elif event in ("delivered", "undelivered", "resent"):
             known = self.calls[entry["call_id"]]
             self.calls[known.call_id] = replace(known, **entry["changes"])
+        elif event == "reward":
+            self.rewards |= entry["rewards"]
         elif event == "release":
             self.released = entry["reason"]
         elif event == "freeze":
@@ -261,6 +266,14 @@ class AttemptLog:
         if self.trace.calls[call_id].state in ("reply", "undelivered"):
             changes = {"state": state, **changes}  # a failed or synthetic call stays what it is
         self._append({"event": event, "call_id": call_id, "changes": changes})
+
+    def reward(self, rewards: Mapping[str, float | None]) -> None:
+        """Rewards of single calls, durable. StoreError names a call that is not in the log; then none is written."""
+        with self._mutex:
+            if unknown := sorted(set(rewards) - set(self.trace.calls)):
+                raise StoreError(f"{self.path}: there is no call {unknown[0]}")
+            if self.trace.rewards | dict(rewards) != self.trace.rewards:
+                self._append({"event": "reward", "rewards": dict(rewards)}, sync=True)
 
     def release(self, reason: str) -> None:
         with self._mutex:

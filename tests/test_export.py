@@ -20,7 +20,7 @@ from gateway.export import CannotExport, Options, Report, export
 from gateway.export.shapes import oldest_version
 from gateway.formats import FORMATS
 from gateway.record import CallRecord
-from gateway.store import Store
+from gateway.store import Store, StoreError
 
 Doc = dict[str, Any]
 
@@ -170,6 +170,22 @@ def test_a_row_has_the_members_of_the_schema(run: Path, tmp_path: Path) -> None:
     rows, _ = exported(run, tmp_path / "x")
     for row in rows:
         assert set(row) == set(ROW) and all(isinstance(row[name], kind) for name, kind in ROW.items())  # type: ignore[arg-type]
+
+
+def test_rewards_of_single_calls_ride_with_them(tmp_path: Path) -> None:
+    """TOKEN_TRACES 11: they stand beside the rollout's, which stays what the run says."""
+    records = store(tmp_path / "traces", "a-0", 1, base)
+    (tmp_path / "run.jsonl").write_text(json.dumps(line("a-0", "a", 0, 1.0)))
+    before = exported(tmp_path, tmp_path / "x")[0][0]["snapshot"]
+    log = Store(tmp_path / "traces").open("a-0", 1)
+    log.reward({records[0].call_id: 0.25, records[1].call_id: 1.0})
+    log.reward({records[1].call_id: None})
+    with pytest.raises(StoreError, match="no call nosuch"):
+        log.reward({records[0].call_id: 0.5, "nosuch": 1.0})
+    log.close()
+    ((row,), _) = exported(tmp_path, tmp_path / "x")
+    assert [call["reward"] for call in row["calls"]] == [0.25, *[None] * (len(records) - 1)]
+    assert row["reward"] == 1.0 and row["snapshot"] != before
 
 
 def test_the_same_inputs_give_the_same_bytes(run: Path, tmp_path: Path) -> None:

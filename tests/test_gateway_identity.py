@@ -211,6 +211,25 @@ def test_freezing_and_dropping(gateway: Recorder) -> None:
     assert gateway.control("GET", "/attempts/nothing/1").status_code == 404
 
 
+def test_rewards_of_single_calls(gateway: Recorder) -> None:
+    """Also after a freeze, which they make stale; a wrong one changes nothing."""
+    gateway.post("chat", body("chat"))
+    path = f"/attempts/{gateway.rollout}/1"
+    until(lambda: gateway.states() == ["delivered"])
+    (call_id,) = gateway.trace().calls
+    snapshot = gateway.control("POST", f"{path}/freeze").json()["snapshot"]
+    for rewards, status in (
+        ({call_id: 0.5}, 200),
+        ({call_id: 1, "nosuch": 1}, 404),
+        ({call_id: "1"}, 400),
+        ({call_id: True}, 400),
+        ([call_id], 400),
+    ):
+        assert gateway.control("POST", f"{path}/rewards", {"rewards": rewards}).status_code == status, rewards
+    assert gateway.trace().rewards == gateway.control("GET", path).json()["rewards"] == {call_id: 0.5}
+    assert gateway.control("POST", f"{path}/drop", {"snapshot": snapshot}).status_code == 409
+
+
 def test_labels_of_the_wire_are_kept_and_keys_are_not(gateway: Recorder) -> None:
     metadata = json.dumps({"request_kind": "compaction"})
     headers = {"session_id": "s1", "x_codex_turn_metadata": metadata, "x_stainless_retry_count": "2"}

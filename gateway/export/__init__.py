@@ -205,7 +205,7 @@ def load(
         raise AccountingError(f"{path}: {error}") from None
     report.masked += found.masked
     report.dropped += found.dropped
-    rows = [finish(row, outcome, advantage, options, report) for row in found.rows]
+    rows = [finish(row, outcome, advantage, trace.rewards, options, report) for row in found.rows]
     rows = [row for row in rows if any(row["loss_mask"])]
     if not rows:
         report.no_sequence.append(outcome["rollout_id"])
@@ -215,9 +215,17 @@ def load(
     )
 
 
-def finish(row: Doc, outcome: Doc, advantage: float | None, options: Options, report: Report) -> Doc:
-    """The row with its reward and advantage, cut if it is too long."""
-    row |= {"reward": outcome["reward"], "advantage": advantage}
+def finish(
+    row: Doc,
+    outcome: Doc,
+    advantage: float | None,
+    of_calls: Mapping[str, float | None],
+    options: Options,
+    report: Report,
+) -> Doc:
+    """The row with its rewards and its advantage, cut if it is too long."""
+    calls = [{**call, "reward": of_calls.get(call["call_id"])} for call in row["calls"]]
+    row |= {"reward": outcome["reward"], "advantage": advantage, "calls": calls}
     short = row if options.max_length is None else cut(row, options.max_length)
     report.cut += short is not row
     return short
