@@ -49,7 +49,7 @@ class Run:
             with ThreadPoolExecutor(DISK_THREADS, "disk") as disk:
                 attempts = Attempts(store, self.key, secrets, purpose, budgets(options), disk)
                 policy = Policy(options.temperature, options.template_kwargs, tuple(options.omit_tool))
-                calls = Calls(engine, attempts, Weights(engine), policy, options.retry_grace)
+                calls = Calls(engine, attempts, Weights(engine), policy, options.retry_grace, options.live)
                 served = application(RecordingGateway(engine, attempts, calls))
                 controlled = Control(calls, attempts, self.admin_key, self.url).application()
                 ready()
