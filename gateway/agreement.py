@@ -25,19 +25,14 @@ def faults(answer: Answer) -> list[str]:
     return [finding["detail"] for finding in found if finding["level"] == "fatal"]
 
 
-def difference(unary: Answer, streamed: Answer, counted: int | None) -> str | None:
-    """What the streamed answer holds otherwise, as the end of a sentence; None when nothing is.
-
-    `counted` are its tokens by the engine's own count: ids that are missing look like another sample.
-    """
+def difference(unary: Answer, streamed: Answer) -> str | None:
+    """What the streamed answer holds otherwise, as the end of a sentence; None when nothing is."""
     new = [fault for fault in faults(streamed) if fault not in faults(unary)]
     if new:
         return f"is less than the unary one: {new[0]}"
     if unary.prompt_ids != streamed.prompt_ids:
         return "gives other prompt ids"
     ids, others = unary.sampled_ids or [], streamed.sampled_ids or []
-    if others and counted not in (None, len(others)):
-        return f"gives {len(others)} ids for {counted} tokens"
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False))))
     if ids and not same:
         return "samples another first token at temperature 0, so that the two cannot be compared"

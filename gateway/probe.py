@@ -13,9 +13,9 @@ from typing import Any
 
 from gateway.agreement import difference, faults
 from gateway.call import Refused
-from gateway.chunks import BrokenStream, Completion, chunks
-from gateway.engine import CAPTURES, UNREACHABLE, Answer, Capabilities, Engine, object_at, read_answer, version_in
+from gateway.engine import CAPTURES, UNREACHABLE, Answer, Capabilities, Engine, read_answer, version_in
 from gateway.prompt import NEUTRAL_EXTENDED
+from gateway.streaming import streamed
 
 Doc = dict[str, Any]
 
@@ -161,28 +161,9 @@ async def stream_differs(engine: Engine, level: str, tools: list[Doc]) -> str | 
     members = {**CAPTURES[level], **({"tools": tools} if tools else {})}
     asked = request(engine, [CALL], **members) | {"temperature": 0.0, "max_completion_tokens": STREAMED_TOKENS}
     try:
-        unary, streamed = await post(engine, asked), await post_streamed(engine, asked)
-        counted = object_at(streamed, "usage").get("completion_tokens")
-        return difference(read_answer(unary), read_answer(streamed), counted)
-    except Refused:
-        return "is refused"
-    except BrokenStream as broken:
-        return f"breaks: {broken}"
-
-
-async def post_streamed(engine: Engine, body: Doc) -> Doc:
-    """What `post` gives, by way of a stream."""
-    completion, url = Completion(), f"{engine.url}/chat/completions"
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    try:
-        async with engine.client.post(url, json=asked) as response:
-            if response.status != 200:
-                raise BrokenStream(f"status {response.status}")
-            async for one in chunks(line.decode() async for line in response.content):
-                completion.add(one)
-    except UNREACHABLE as error:
-        raise BrokenStream(type(error).__name__) from None
-    return completion.whole
+        return difference(read_answer(await post(engine, asked)), await streamed(engine, asked))
+    except Refused as refused:
+        return f"fails: {refused.message}"
 
 
 async def version_path(engine: Engine) -> str | None:

@@ -70,6 +70,9 @@ class Run:
         if purpose == "train" and level != "tokens":
             found = engine.capabilities.lines[0]
             raise RunFailed(f"--purpose train needs level tokens, but the engine is at {found}. Use --purpose eval")
+        if self.options.live and level == "tokens" and not engine.capabilities.streams:
+            found = next(line for line in engine.capabilities.lines if line.startswith("the streamed form"))
+            raise RunFailed(f"--live would record other tokens than the engine sampled: {found}. Leave it away")
         return purpose
 
 

@@ -83,6 +83,15 @@ async def follow(
     return assembly.answer()
 
 
+async def streamed(engine: Engine, body: Doc) -> Answer:
+    """The engine's answer to `body` by way of a stream."""
+
+    async def none() -> int:
+        return 0
+
+    return await follow(engine, body, (), Feed(), none)
+
+
 class Assembly:
     """The chunks of a stream of vLLM's shape, put together."""
 
