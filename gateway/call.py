@@ -99,7 +99,7 @@ class Reply:
 Kind = Literal["reasoning", "text", "call"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Some more of a reply. All reasoning comes before the text, the text before the calls, a call before the next."""
 

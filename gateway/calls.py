@@ -67,7 +67,7 @@ class Exchange:
     known: Doc = field(default_factory=dict)
     """Members that the record has when it is done."""
     feed: Feed | None = None
-    """Its reply while the engine writes it, in live mode."""
+    """Its reply as long as the engine writes it, in live mode."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -227,6 +227,8 @@ class Calls:
             if attempt.closed is not None:
                 raise closed_refusal(attempt.closed) from None
             raise
+        finally:
+            exchange.feed = None  # those who read it keep it; whoever comes now gets the reply itself
 
     async def generate(self, exchange: Exchange, asked: Prompt) -> Call:
         attempt = exchange.attempt

@@ -158,7 +158,7 @@ class Assembly:
         yield Piece(kind, text)
 
     def call(self, called: Doc, function: Doc) -> Iterator[Piece]:
-        index, name, arguments = called.get("index"), function.get("name"), function.get("arguments") or ""
+        index, name, arguments = called.get("index"), function.get("name"), function.get("arguments")
         if index == len(self.calls) and isinstance(name, str):
             self.part = "call"
             self.calls.append({"id": called.get("id"), "name": name, "arguments": []})
@@ -166,7 +166,7 @@ class Assembly:
             yield Piece("call", "", self.named.get(name, Tool(name)))
         elif index != len(self.calls) - 1 or called.get("id") not in (None, self.calls[-1]["id"]):
             raise malformed("a tool call that begins without a name, or goes on after the next has begun")
-        if not isinstance(arguments, str):
+        if not isinstance(arguments, str | None):
             raise malformed("a tool call with arguments that are no text")
         if arguments:
             self.calls[-1]["arguments"].append(arguments)
