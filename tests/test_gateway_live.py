@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -390,6 +391,29 @@ def test_a_stream_that_breaks_never_ends_normally(gateway: Recorder, dialect: st
     until(lambda: gateway.states() == ["failed", "delivered"])
     failed, _ = gateway.trace().calls.values()
     assert failed.sampled_ids is None and "engine" in str(failed.evidence)
+
+
+def test_a_reply_that_cannot_be_recorded_never_ends(tmp_path: Path, dialect: str) -> None:
+    with engine() as model, recorder(model, tmp_path, "--live") as gateway:
+        model.some = 4
+        with Reader(gateway, dialect, body(dialect, stream=True)) as reader:
+            reader.until(lambda text: "Not" in deltas(text))
+            resource.prlimit(gateway.process.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+            model.some = None
+            text = reader.rest()
+        assert FAILURE[dialect] in text and TERMINAL[dialect] not in text and "cannot be written" in text
+        resource.prlimit(gateway.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        assert TERMINAL[dialect] in gateway.post(dialect, body(dialect, stream=True)).text
+
+
+def test_an_attempt_that_is_released_breaks_its_streams_off(gateway: Recorder, dialect: str) -> None:
+    gateway.engine.some = 4
+    with Reader(gateway, dialect, body(dialect, stream=True)) as reader:
+        reader.until(lambda text: "Not" in deltas(text))
+        gateway.control("POST", f"/attempts/{gateway.rollout}/1/release")
+        text = reader.rest()
+    assert FAILURE[dialect] in text and TERMINAL[dialect] not in text
+    until(lambda: gateway.engine.served[0].cancelled)
 
 
 @pytest.mark.parametrize("fault", ["cut", "error", "500", "page"])
