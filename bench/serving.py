@@ -95,9 +95,9 @@ def python(body: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def gateway(engine: str, folder: str) -> Iterator[tuple[str, str]]:
+def gateway(engine: str, folder: str, *options: str) -> Iterator[tuple[str, str]]:
     command = [sys.executable, "-m", "gateway", "serve", "--upstream", engine, "--model", "tiny", "--traces", folder]
-    with process(command, 4) as printed:
+    with process([*command, *options], 4) as printed:
         exports = dict(re.findall(r"export (\w+)='(.*)'", printed))
         yield exports["MODEL_BASE_URL"], exports["MODEL_API_KEY"]
 

@@ -57,6 +57,9 @@ CONTEXT_HELP = """\
 when a prompt is too long: stop (the harness is told to stop; default), or native_error (the error of
 its own dialect, so that it may compact)"""
 
+LIVE_HELP = """\
+pass streams on while the engine writes them; what ends a reply still waits until the reply is recorded"""
+
 GRACE_HELP = "how long a call of a client that hung up goes on, for its resend to find; default 3"
 
 
@@ -131,6 +134,7 @@ def add_recording(add: Callable[..., Any]) -> None:
         help="of training; default 1. eval: what harnesses ask",
     )
     add("--template-kwargs", type=json_object, default={}, metavar="JSON", help="chat_template_kwargs of every call")
+    add("--live", action="store_true", help=LIVE_HELP)
     add("--omit-tool", action="append", default=[], metavar="NAME", help=OMIT_HELP)
     add("--max-calls", type=positive, metavar="N", help="engine calls of an attempt; then the harness is told to stop")
     add("--max-sampled-tokens", type=positive, metavar="N", help="tokens an attempt may sample")

@@ -10,11 +10,11 @@ from the same body by the dialect's `convert` (conversion.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -94,6 +94,30 @@ class Reply:
     """The policy ran into its limit of output tokens."""
     stop_sequence: str | None = None
     """The stop string of the request that ended it."""
+
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some more of a reply. All reasoning comes before the text, the text before the calls, a call before the next."""
+
+    kind: Kind
+    text: str
+    tool: Tool | None = None
+    """What is called: a call begins with a piece that only says this."""
+
+
+def pieces(reply: Reply) -> Iterator[Piece]:
+    """A whole reply as few pieces."""
+    if reply.reasoning:
+        yield Piece("reasoning", reply.reasoning)
+    if reply.text:
+        yield Piece("text", reply.text)
+    for called in reply.tool_calls:
+        yield Piece("call", "", called.tool)
+        yield Piece("call", called.arguments)
 
 
 @dataclass(frozen=True)

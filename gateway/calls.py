@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any, Protocol
@@ -21,9 +21,11 @@ from typing import Any, Protocol
 from gateway.attempts import Attempt, Attempts, closed_refusal
 from gateway.call import Call, Refused, Reply, Request, Tool, ToolCall, Usage
 from gateway.conversion import Conversion, Original
+from gateway.dialects.events import Events
 from gateway.engine import Answer, Engine, Overflow
 from gateway.prompt import Policy, Prompt, prompt
 from gateway.record import CallRecord, Delta, Doc, Finding, VersionSegment, measured_findings
+from gateway.streaming import Feed, follow
 from gateway.weights import Weights
 
 STOP_TEXT = "Step budget exhausted; stopping."
@@ -37,12 +39,13 @@ class Dialect(Protocol):
     NAME: str
     PATH: str
 
+    @property
+    def Stream(self) -> type[Events]: ...
+
     def parse(self, body: dict[str, Any]) -> Request: ...
     def convert(self, body: dict[str, Any], conversion: Conversion) -> None: ...
     def unary(self, call: Call) -> dict[str, Any]: ...
-    def events(self, call: Call) -> Iterator[str]: ...
     def error(self, refused: Refused) -> dict[str, Any]: ...
-    def error_events(self, refused: Refused) -> Iterator[str]: ...
 
 
 @dataclass
@@ -63,6 +66,9 @@ class Exchange:
     cancelled_because: str = ""
     known: Doc = field(default_factory=dict)
     """Members that the record has when it is done."""
+    feed: Feed | None = None
+    """Its reply as long as the engine writes it, in live mode."""
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def id(self) -> str:
@@ -82,6 +88,14 @@ class Exchange:
     def done(self, **members: Any) -> CallRecord:
         return replace(self.record, **self.known, **members)
 
+    @property
+    def begun(self) -> bool:
+        """Clients may have some of the reply."""
+        return self.feed is not None and self.feed.begun
+
+    def call(self, reply: Reply, usage: Usage) -> Call:
+        return Call(self.id, self.request, reply, usage, self.created)
+
     def cancel(self, because: str) -> None:
         if not self.answered and not self.task.done():
             self.cancelled_because = because
@@ -91,12 +105,15 @@ class Exchange:
 class Calls:
     """Begins, resumes and ends exchanges."""
 
-    def __init__(self, engine: Engine, attempts: Attempts, weights: Weights, policy: Policy, grace_s: float) -> None:
+    def __init__(
+        self, engine: Engine, attempts: Attempts, weights: Weights, policy: Policy, grace_s: float, live: bool = False
+    ) -> None:
         self.engine = engine
         self.attempts = attempts
         self.weights = weights
         self.policy = policy
         self.grace_s = grace_s
+        self.live = live
         self.background: set[asyncio.Task[Any]] = set()
 
     def begin(
@@ -128,7 +145,9 @@ class Calls:
         )
         # The conversation is in the record; a kept exchange need not hold it too.
         kept = replace(request, conversation={}, results=())
-        exchange = Exchange(attempt, dialect, kept, digest, record)
+        exchange = Exchange(
+            attempt, dialect, kept, digest, record, feed=Feed() if self.live and request.stream else None
+        )
         exchange.task = asyncio.create_task(self.run(exchange, asked))
         exchange.task.add_done_callback(report)
         attempt.remember(exchange)
@@ -140,7 +159,7 @@ class Calls:
         reply = reply_of(record.message or {}, record.finish_reason, record.stop_reason, request)
 
         async def stored() -> Call:
-            return Call(record.call_id, exchange.request, reply, Usage(**record.usage), int(time.time()))
+            return exchange.call(reply, Usage(**record.usage))
 
         exchange.answered = True
         exchange.task = asyncio.create_task(stored())
@@ -208,6 +227,8 @@ class Calls:
             if attempt.closed is not None:
                 raise closed_refusal(attempt.closed) from None
             raise
+        finally:
+            exchange.feed = None  # those who read it keep it; whoever comes now gets the reply itself
 
     async def generate(self, exchange: Exchange, asked: Prompt) -> Call:
         attempt = exchange.attempt
@@ -216,6 +237,8 @@ class Calls:
             answer, before = await asyncio.wait_for(self.ask(exchange, asked), attempt.wall_left())
         except BaseException as error:
             attempt.calls -= 1  # only what the engine answered was spent
+            if exchange.begun:
+                raise broken_off(error, attempt) from None
             if isinstance(error, asyncio.TimeoutError):
                 return await self.stop(exchange, attempt.exhausted() or "max_wall_s")
             if isinstance(error, Overflow) and attempt.budgets.on_context == "stop":
@@ -234,16 +257,26 @@ class Calls:
             before = await self.weights.version()
             exchange.known["t_engine_start"] = time.monotonic()
             try:
-                answer = await self.engine.chat(asked.body())
+                answer = await self.answer(exchange, asked)
             except Overflow:
                 if "max_completion_tokens" not in asked.applied:
                     raise
                 # Engines refuse prompt + limit beyond their context. Without a limit they stop at the context, which
                 # is then below the limit; a prompt that is too long by itself is refused again.
                 asked = asked.limited(None)
-                answer = await self.engine.chat(asked.body())
+                answer = await self.answer(exchange, asked)
         exchange.known |= {"t_engine_end": time.monotonic(), "sampling_applied": asked.applied}
         return answer, before
+
+    async def answer(self, exchange: Exchange, asked: Prompt) -> Answer:
+        feed, request = exchange.feed, exchange.request
+        if feed is None:
+            return await self.engine.chat(asked.body())
+
+        async def count() -> int:
+            return await self.engine.count(asked.messages, asked.tools) if exchange.dialect.Stream.COUNTS_FIRST else 0
+
+        return await follow(self.engine, asked.body(), request.offered, feed, count)
 
     async def check_context(self, attempt: Attempt, asked: Prompt) -> None:
         most = attempt.budgets.max_context
@@ -272,7 +305,7 @@ class Calls:
             findings=[*exchange.record.findings, *answer.findings, *found],
         )
         reply = reply_of(answer.message, answer.finish_reason, answer.stop_reason, exchange.request)
-        call = Call(exchange.id, exchange.request, reply, answer.usage, int(time.time()))
+        call = exchange.call(reply, answer.usage)
         attempt.sampled += answer.usage.output
         attempt.context, attempt.stops = answer.usage.input, 0
         await self.keep(exchange, record.with_findings(measured_findings(record)))
@@ -290,7 +323,7 @@ class Calls:
         why = f"budget used up: {spent}"
         record = exchange.done(state="synthetic", message=message, stop_reason=why, usage=vars(usage))
         await self.keep(exchange, record)
-        return Call(exchange.id, exchange.request, Reply(STOP_TEXT), usage, int(time.time()))
+        return exchange.call(Reply(STOP_TEXT), usage)
 
     async def keep(self, exchange: Exchange, record: CallRecord) -> None:
         exchange.answered = True
@@ -298,6 +331,13 @@ class Calls:
 
     async def failed(self, exchange: Exchange, why: str) -> None:
         await self.keep(exchange, exchange.done(state="failed", evidence=why))
+
+
+def broken_off(error: BaseException, attempt: Attempt) -> BaseException:
+    """What a harness is told that has a part of the reply: an error, never a normal end. Its resend is a new call."""
+    if isinstance(error, asyncio.TimeoutError):
+        return Refused(502, f"budget used up: {attempt.exhausted() or 'max_wall_s'}", "budget_used_up")
+    return Refused(502, error.message, error.code) if isinstance(error, Refused) else error
 
 
 def report(task: asyncio.Task[Call]) -> None:

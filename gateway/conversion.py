@@ -11,11 +11,14 @@ types that they do not know.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import jiter
 
 from gateway.call import Refused, canonical, digest
 
@@ -28,6 +31,7 @@ SAMPLING = (
 """Sampling settings by their names in chat completions."""
 
 _REASONING = "rs1."
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,21 @@ def object_of(arguments: str) -> Doc:
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
+
+
+def begins_object(text: str) -> bool:
+    """Whether more text can make a JSON object of it, or it is one."""
+    text = text.lstrip()
+    if not text.startswith("{"):
+        return False
+    with contextlib.suppress(ValueError, RecursionError):
+        _, end = _DECODER.raw_decode(text)
+        return not text[end:].strip()
+    try:
+        jiter.from_json(text.encode(), partial_mode=True)  # which reads no further than the first value
+    except ValueError:
+        return False
+    return True
 
 
 def seal(reasoning: str) -> str:

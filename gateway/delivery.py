@@ -1,5 +1,7 @@
 """The last step to the harness: wait for the reply, keep the connection alive, write, and know what was written.
 
+In live mode the reply is written while the engine writes it, but for what ends it (streaming.py).
+
 Invariant: a call is noted as delivered if and only if its terminal event, or its whole unary body, was handed to the
 kernel on a connection that still stood. A stream that breaks never ends with a normal terminal event.
 
@@ -10,13 +12,16 @@ the request's state).
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.call import Call, Refused
+from gateway.call import Call, Piece, Refused, Reply, Usage
 from gateway.calls import Calls, Dialect, Exchange
+from gateway.dialects.events import Events
 from gateway.dialects.wire import dump, refusal_headers
 
 KEEPALIVE_SECONDS = 10.0
@@ -31,6 +36,11 @@ class Delivery(Response):
         self.exchange = exchange
         self.dialect = dialect
         self.stream = stream
+        self.feed = exchange.feed
+        self.events: Events | None = None
+        """Of a reply that is passed on while the engine writes it."""
+        self.passed = 0
+        """How many pieces of it."""
         self.begun = False
         self.background = None
 
@@ -60,30 +70,57 @@ class Delivery(Response):
     async def waited(self) -> bool:
         """True once the call is over; False if the client hung up first. A silent stream gets comments meanwhile."""
         task = self.exchange.task
-        while not task.done():
-            await asyncio.wait({task, self.gone}, timeout=KEEPALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if self.lost:
-                return False
-            if not task.done() and self.stream:
+        while not task.done() and not self.lost:
+            if await self.pass_on():
+                continue
+            waiting: set[asyncio.Future[Any]] = {task, self.gone, *([self.feed.change()] if self.feed else ())}
+            done, _ = await asyncio.wait(waiting, timeout=KEEPALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not done and self.stream:
                 await self.begin(200, b"text/event-stream")
                 await self.put(KEEPALIVE)
         return not self.lost
 
+    async def pass_on(self) -> bool:
+        """Write what is new of a reply that has begun; whether there was anything."""
+        feed, written = self.feed, list[str]()
+        if feed is None or feed.input_tokens is None:
+            return False
+        if self.events is None:
+            self.events = self.dialect.Stream(self.exchange.call(Reply(), Usage(feed.input_tokens, 0)))
+            written += self.events.begun()
+        written += self.pieces(self.events, feed.pieces[self.passed : feed.shown])
+        self.passed = feed.shown
+        if not written:
+            return False
+        await self.begin(200, b"text/event-stream")
+        await self.put("".join(written).encode())
+        return True
+
+    @staticmethod
+    def pieces(events: Events, pieces: list[Piece]) -> Iterator[str]:
+        return itertools.chain.from_iterable(map(events.feed, pieces))
+
     async def write(self, call: Call) -> bool:
         """Whether the reply was written to its last byte."""
         if self.begun:
-            *events, terminal = self.dialect.events(call)
+            *events, terminal = self.rest(call)
             await self.put("".join(events).encode())
             return await self.last(terminal.encode())
         # All of it is here: one write with a length costs both sides less than chunks.
-        text = "".join(self.dialect.events(call)) if self.stream else dump(self.dialect.unary(call))
+        text = "".join(self.rest(call)) if self.stream else dump(self.dialect.unary(call))
         data, kind = text.encode(), b"text/event-stream" if self.stream else b"application/json"
         await self.begin(200, kind, (b"content-length", str(len(data)).encode()))
         return await self.last(data)
 
+    def rest(self, call: Call) -> Iterator[str]:
+        if self.events is None or self.feed is None:
+            return self.dialect.Stream(call).whole()
+        return itertools.chain(self.pieces(self.events, self.feed.pieces[self.passed :]), self.events.end(call))
+
     async def refuse(self, refused: Refused) -> None:
         if self.begun:
-            await self.last("".join(self.dialect.error_events(refused)).encode())
+            events = self.events or self.dialect.Stream(self.exchange.call(Reply(), Usage(0, 0)))
+            await self.last("".join(events.failed(refused)).encode())
             return
         data = dump(self.dialect.error(refused)).encode()
         headers = refusal_headers(refused).items()

@@ -1,7 +1,8 @@
 """The inference server behind the gateway, through its chat completions: one call out, one answer in.
 
 `Answer` holds what the engine said and nothing else: P, S and L are its own arrays or None, never made from
-text. A call is unary; cancelling the task that waits for it closes the connection, which ends the generation.
+text. A call is unary or a stream of chunks, of which streaming.py makes the same answer; cancelling the task that waits
+closes the connection, which ends the generation.
 
 What the server can do is found out by probe.py and kept in `Capabilities`. Not here: dialects, sampling
 policy, records.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,8 @@ class Capabilities:
     reports_version: str | None = None
     """The path, below the server's root, that tells the version of the weights."""
     max_model_len: int | None = None
+    streams: bool = False
+    """The streamed form of a reply gives the same prompt ids, sampled ids, log probabilities and message."""
     lines: tuple[str, ...] = ()
     """What was found, for people."""
 
@@ -120,9 +123,9 @@ class Engine:
             async with self.client.post(url, data=content, headers=AS_JSON, allow_redirects=False) as response:
                 status, data = response.status, await response.read()
         except UNREACHABLE as error:
-            raise Refused(502, f"the engine cannot be reached: {type(error).__name__}", "engine_unreachable") from None
+            raise unreachable(error) from None
         if status != 200:
-            raise self.refusal(status, data)
+            raise self.refusal(status, error_text(data))
         value = json_of(data)
         if not isinstance(value, dict):
             raise Refused(502, "the engine answered something that is no JSON object", "engine_malformed")
@@ -133,11 +136,10 @@ class Engine:
         async with self.client.get(url, allow_redirects=False, timeout=AT_ONCE) as response:
             return response.status, json_of(await response.read())
 
-    def refusal(self, status: int, data: bytes) -> Refused:
-        text = error_text(data)
+    def refusal(self, status: int, text: str) -> Refused:
         if self.key:
             text = text.replace(self.key, "[secret]")
-        message = f"the engine answered {status}: {text}"
+        message = f"the engine answered {status}: {text[:SHOWN_CHARACTERS]}"
         if status in (400, 413) and OVERFLOW.search(text.lower()):
             return Overflow(400, message, "context_length_exceeded")
         if status in (400, 413, 422):
@@ -146,6 +148,33 @@ class Engine:
 
     async def chat(self, body: Doc) -> Answer:
         return read_answer(await self.post(f"{self.url}/chat/completions", body))
+
+    async def stream(self, body: Doc) -> AsyncGenerator[Doc, None]:
+        """The chunks of the answer as they come; Refused when the engine tells of an error or breaks off."""
+        url, ended = f"{self.url}/chat/completions", False
+        content = written({**body, "stream": True, "stream_options": {"include_usage": True}})
+        try:
+            async with self.client.post(url, data=content, headers=AS_JSON, allow_redirects=False) as response:
+                if response.status != 200:
+                    raise self.refusal(response.status, error_text(await response.read()))
+                async for data in event_data(response.content.iter_any()):
+                    if data == b"[DONE]":
+                        ended = True  # and read on, so that the connection can be used again
+                    else:
+                        yield self.chunk(data)
+        except UNREACHABLE as error:
+            raise unreachable(error) from None
+        if not ended:
+            raise Refused(502, "the engine's stream broke off", "engine_broken")
+
+    def chunk(self, data: bytes) -> Doc:
+        value = json_of(data)
+        if not isinstance(value, dict):
+            raise Refused(502, "the engine streamed something that is no JSON object", "engine_malformed")
+        if "error" in value or value.get("object") == "error":
+            error = object_at(value, "error") or value
+            raise self.refusal(whole(error.get("code")) or 500, said(value))
+        return value
 
     async def count(self, messages: list[Doc], tools: list[Doc]) -> int:
         """Tokens of the prompt by the engine's own rendering; one token is generated where it cannot just count."""
@@ -192,14 +221,29 @@ def written(body: Doc) -> bytes:
         return json.dumps(body, separators=(",", ":")).encode()
 
 
+async def event_data(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of server-sent events, which engines write on one line each."""
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+def unreachable(error: Exception) -> Refused:
+    return Refused(502, f"the engine cannot be reached: {type(error).__name__}", "engine_unreachable")
+
+
 def error_text(data: bytes) -> str:
     """What an error says, whatever its envelope."""
     value = json_of(data)
-    if value is None:
-        return data.decode("utf-8", "replace")[:SHOWN_CHARACTERS]
+    return data.decode("utf-8", "replace") if value is None else said(value)
+
+
+def said(value: Any) -> str:
     error = value.get("error", value) if isinstance(value, dict) else value
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return str(message)[:SHOWN_CHARACTERS]
+    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 def version_in(value: Any) -> str | None:

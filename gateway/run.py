@@ -49,7 +49,7 @@ class Run:
             with ThreadPoolExecutor(DISK_THREADS, "disk") as disk:
                 attempts = Attempts(store, self.key, secrets, purpose, budgets(options), disk)
                 policy = Policy(options.temperature, options.template_kwargs, tuple(options.omit_tool))
-                calls = Calls(engine, attempts, Weights(engine), policy, options.retry_grace)
+                calls = Calls(engine, attempts, Weights(engine), policy, options.retry_grace, options.live)
                 served = application(RecordingGateway(engine, attempts, calls))
                 controlled = Control(calls, attempts, self.admin_key, self.url).application()
                 ready()
@@ -70,6 +70,9 @@ class Run:
         if purpose == "train" and level != "tokens":
             found = engine.capabilities.lines[0]
             raise RunFailed(f"--purpose train needs level tokens, but the engine is at {found}. Use --purpose eval")
+        if self.options.live and level == "tokens" and not engine.capabilities.streams:
+            found = next(line for line in engine.capabilities.lines if line.startswith("the streamed form"))
+            raise RunFailed(f"--live would record other tokens than the engine sampled: {found}. Leave it away")
         return purpose
 
 

@@ -31,6 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway import call, scripted
 from gateway.dialects import chat, messages, responses
+from gateway.dialects.events import Events
 from gateway.dialects.wire import dump, read_json, refusal_headers
 
 PREFIX = "/rollouts/{rollout_id}/v1"
@@ -45,9 +46,11 @@ class Dialect(Protocol):
 
     PATH: str
 
+    @property
+    def Stream(self) -> type[Events]: ...
+
     def parse(self, body: dict[str, Any]) -> call.Request: ...
     def unary(self, call: call.Call) -> dict[str, Any]: ...
-    def events(self, call: call.Call) -> Iterator[str]: ...
     def error(self, refused: call.Refused) -> dict[str, Any]: ...
 
 
@@ -71,7 +74,7 @@ class ScriptedGateway:
         reply = policy(request, script)
         answered = scripted.answered(http.path_params["rollout_id"], request, reply, int(time.time()))
         if request.stream:
-            return Response("".join(dialect.events(answered)), media_type="text/event-stream")
+            return Response("".join(dialect.Stream(answered).whole()), media_type="text/event-stream")
         return json_response(dialect.unary(answered))
 
     async def count_tokens(self, http: Request, dialect: Dialect) -> Response:

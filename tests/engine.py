@@ -8,6 +8,7 @@ the gateway records can be computed again from what is here: `Engine.served` is 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
 import re
@@ -15,7 +16,7 @@ import socket
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -62,6 +63,8 @@ class Served:
     logprobs: list[float] = field(default_factory=list)
     version: str = ""
     cancelled: bool = False
+    ended: bool = False
+    """A stream that was sent to its end."""
 
 
 Script = Callable[[Doc], str]
@@ -79,7 +82,10 @@ class Engine:
     script: Script = talk
     """The reply to a request body, as text of the model, tool calls included."""
     faults: deque[str] = field(default_factory=deque)
-    """For the next calls, one each: a status, `cut` (the connection breaks), `drop`, `page`, or `` for none."""
+    """For the next calls, one each: a status, `page`, or `` for none.
+
+    Of a stream: `unfinished` (no finish reason), `undone` (no [DONE]); and, after `some` chunks, `cut` (the connection
+    breaks) and `error` (a chunk that tells of one)."""
     ids: bool = True
     logprobs: bool = True
     raw: bool = False
@@ -90,6 +96,8 @@ class Engine:
     """Assistant text is rendered without its spaces at the ends, and calls with other ones."""
     system_anywhere: bool = True
     tokenizes: bool = True
+    streamed_ids: bool = True
+    """Streams give the ids of tool calls; with some tool parsers of vLLM they do not."""
     misaligned: bool = False
     filler: bool = False
     reasoning: bool = False
@@ -100,6 +108,12 @@ class Engine:
     spans: list[Doc] | None = None
     held: threading.Event = field(default_factory=threading.Event)
     """Calls wait until it is set."""
+    chunk_tokens: int = 4
+    """In each chunk of a stream."""
+    some: int | None = None
+    """A stream waits after so many chunks until this is another number, or None: then it ends."""
+    token_seconds: float = 0.0
+    """Between the tokens of a call, streamed or not."""
     during: Callable[[], None] = lambda: None
     """Run in the middle of a call."""
     served: list[Served] = field(default_factory=list)
@@ -249,7 +263,62 @@ class Engine:
         if not self.held.is_set() and not await self.wait(http, served):
             return Response(status_code=499)
         value = self.completion(served, self.sample(served))
-        return stream(value) if body.get("stream") else JSONResponse(value)
+        if not body.get("stream"):
+            await asyncio.sleep(self.token_seconds * len(served.sampled_ids))
+            return JSONResponse(value)
+        return StreamingResponse(self.stream(served, value, fault), media_type="text/event-stream")
+
+    async def stream(self, served: Served, value: Doc, fault: str) -> AsyncIterator[str]:
+        """The completion as chunks, as far as the switches let it come."""
+        try:
+            for number, one in enumerate(self.chunks(served, value, fault)):
+                if fault in ("cut", "error") and number == (self.some or 0):
+                    if fault == "cut":
+                        raise ConnectionError("told to break off")
+                    yield event({"error": {"message": "told to fail", "type": "InternalServerError", "code": 500}})
+                    break
+                while not fault and self.some is not None and number >= self.some:
+                    await asyncio.sleep(0.002)
+                await asyncio.sleep(self.token_seconds * self.chunk_tokens)
+                yield event(one)
+            if fault != "undone":
+                yield "data: [DONE]\n\n"
+            served.ended = True
+        finally:
+            served.cancelled = not served.ended
+
+    def chunks(self, served: Served, value: Doc, fault: str) -> Iterator[Doc]:
+        """A role with the prompt's ids, then some tokens each with what they add to the message, then the usage."""
+        head = {name: value[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+        prompt = {"prompt_token_ids": value["prompt_token_ids"]} if "prompt_token_ids" in value else {}
+        begun = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        yield {**head, **prompt, "choices": [begun]}
+        choice, spans = value["choices"][0], {"weight_versions": self.spans} if self.spans else {}
+        for index, deltas in enumerate(self.deltas(served, choice["message"])):
+            start, end = index * self.chunk_tokens, (index + 1) * self.chunk_tokens
+            lost = not self.streamed_ids and any("tool_calls" in delta for delta in deltas)
+            one = {"index": 0, "delta": merged(deltas), "finish_reason": None}
+            one |= part_of(choice, start, start if lost else end)
+            if end < len(served.sampled_ids):
+                yield {**head, "choices": [one]}
+            elif fault != "unfinished":
+                last = {name: choice[name] for name in ("finish_reason", "stop_reason")}
+                yield {**head, **spans, "choices": [one | last]}
+        if (served.body.get("stream_options") or {}).get("include_usage"):
+            yield {**head, "choices": [], "usage": value["usage"]}
+
+    def deltas(self, served: Served, message: Doc) -> Iterator[list[Doc]]:
+        """For each chunk what its tokens complete: nothing within a character, a mark or the end."""
+        ids, at, decoder = served.sampled_ids, 0, codecs.getincrementaldecoder("utf-8")("replace")
+        texts = [decoder.decode(NAMES[one].encode() if one in NAMES else bytes([one])) for one in ids]
+        if ids[-1:] == [END]:
+            texts[-1] = ""
+        spans = list(spans_of("".join(texts), message))
+        for first in range(0, len(ids), self.chunk_tokens):
+            text = "".join(texts[first : first + self.chunk_tokens])
+            start, at = at, at + len(text)
+            found = [(delta, max(begin, start), min(end, at)) for begin, end, delta in spans]
+            yield [delta(text[begin - start : end - start]) for delta, begin, end in found if begin < end]
 
     def overflow(self, served: Served) -> str | None:
         length, asked = len(served.prompt_ids), served.body.get("max_completion_tokens") or 0
@@ -295,27 +364,45 @@ def error(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message, "type": "BadRequestError", "code": status}}, status)
 
 
-def stream(value: Doc) -> Response:
-    """The completion as chunks: a role, the content, a reason, the usage."""
-    choice = value["choices"][0]
-    message = choice["message"]
-    calls = [{"index": index, **called} for index, called in enumerate(message["tool_calls"])]
-    deltas = [({"role": "assistant", "content": ""}, None), ({"content": message["content"]}, None)]
-    deltas += [({"tool_calls": calls}, None)] if calls else []
-    deltas.append(({}, choice["finish_reason"]))
-
-    async def chunks() -> Any:
-        head = {**value, "object": "chat.completion.chunk"}
-        usage = head.pop("usage")
-        for delta, reason in deltas:
-            yield chunk({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
-        yield chunk({**head, "choices": [], "usage": usage})
-        yield "data: [DONE]\n\n"
-
-    return StreamingResponse(chunks(), media_type="text/event-stream")
+Delta = Callable[[str], Doc]
 
 
-def chunk(value: Doc) -> str:
+def spans_of(text: str, message: Doc) -> Iterator[tuple[int, int, Delta]]:
+    """(start, end, the delta of some of it) of each part of the message within the text of the model."""
+    at, content = 0, message["content"] or ""
+    if "reasoning" in message:
+        yield 0, len(message["reasoning"]), lambda part: {"reasoning": part}
+        at = len(message["reasoning"]) + len("</think>")
+    yield at, at + len(content), lambda part: {"content": part}
+    for index, called in enumerate(message["tool_calls"]):
+        at = text.index('"arguments": ', at) + len('"arguments": ')
+        yield from call_spans(at, index, called)
+
+
+def call_spans(at: int, index: int, called: Doc) -> Iterator[tuple[int, int, Delta]]:
+    """The id and the name come before the arguments, which are spelled here as the message has them."""
+    begun = {**called, "index": index, "function": {**called["function"], "arguments": ""}}
+    yield at - 1, at, lambda part: {"tool_calls": [begun]}
+    end = at + len(called["function"]["arguments"])
+    yield at, end, lambda part: {"tool_calls": [{"index": index, "function": {"arguments": part}}]}
+
+
+def merged(deltas: list[Doc]) -> Doc:
+    """One delta of several, as of a chunk with several tokens."""
+    whole: Doc = {}
+    for name, value in (member for delta in deltas for member in delta.items()):
+        whole[name] = whole[name] + value if name in whole else value
+    return whole
+
+
+def part_of(choice: Doc, start: int, end: int) -> Doc:
+    """The ids and log probabilities of some tokens."""
+    logprobs = choice["logprobs"] and {"content": choice["logprobs"]["content"][start:end]}
+    ids = {"token_ids": choice["token_ids"][start:end]} if "token_ids" in choice else {}
+    return {"logprobs": logprobs if end > start else None, **ids}
+
+
+def event(value: Doc) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 

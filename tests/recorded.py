@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,6 +122,28 @@ def body(dialect: str, text: str = "Do the task.", stream: bool = False, tools: 
     made |= {"tools": [declared]} if tools else {}
     made |= {"max_tokens": 1000} if dialect == "messages" else {}
     return made | ({"stream": True} if stream else {}) | more
+
+
+def raw(gateway: Recorder, dialect: str, request: Doc) -> socket.socket:
+    """A connection on which the request was sent, with a receive buffer that holds little."""
+    url, data = httpx.URL(gateway.url()), json.dumps(request).encode()
+    head = f"POST {url.path}/{PATHS[dialect]} HTTP/1.1\r\nhost: x\r\nx-api-key: {gateway.key}\r\n"
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(20)
+    connection.connect((url.host, url.port))
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+def read_events(connection: socket.socket, count: int) -> bytes:
+    """Read until `count` events have come whole."""
+    data = b""
+    while data.count(b"\n\n") < count:
+        got = connection.recv(1 << 20)
+        assert got, data[-200:]
+        data += got
+    return data
 
 
 def text_of(dialect: str, reply: Doc) -> str:

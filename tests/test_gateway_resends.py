@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import httpx
 import pytest
 from conftest import until
 from engine import engine
-from recorded import PATHS, Doc, Recorder, another, body, recorder
+from recorded import PATHS, Doc, Recorder, another, body, raw, recorder
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +29,6 @@ def gateway(shared: Recorder) -> Recorder:
 @pytest.fixture(params=PATHS)
 def dialect(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def sent(gateway: Recorder, dialect: str, request: Doc) -> socket.socket:
-    """A connection on which the request was sent and nothing read yet."""
-    url, data = httpx.URL(gateway.url()), json.dumps(request).encode()
-    head = f"POST {url.path}/{PATHS[dialect]} HTTP/1.1\r\nhost: x\r\nx-api-key: {gateway.key}\r\n"
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect((url.host, url.port))
-    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-    return connection
 
 
 def later(gateway: Recorder, dialect: str, request: Doc) -> tuple[threading.Thread, list[httpx.Response]]:
@@ -62,7 +50,7 @@ def reordered(request: Doc) -> Doc:
 def test_a_resend_joins_the_running_generation(gateway: Recorder, dialect: str, stream: bool) -> None:
     gateway.engine.held.clear()
     request = body(dialect, stream=stream)
-    with sent(gateway, dialect, request):
+    with raw(gateway, dialect, request):
         until(lambda: gateway.engine.served)
     until(lambda: clients(gateway) == 0)
     thread, answers = later(gateway, dialect, reordered(request))
@@ -83,7 +71,7 @@ def clients(gateway: Recorder) -> int:
 def test_a_resend_gets_the_stored_reply_under_the_same_ids(gateway: Recorder, dialect: str) -> None:
     gateway.engine.script = lambda asked: "<|wide|>" * 8
     request = body(dialect)
-    with sent(gateway, dialect, request) as connection:
+    with raw(gateway, dialect, request) as connection:
         assert connection.recv(12) == b"HTTP/1.1 200"
     until(lambda: gateway.states() == ["undelivered"])
     (record,) = gateway.trace().calls.values()
@@ -157,7 +145,7 @@ def test_the_grace_is_what_keeps_a_call_for_its_resend(tmp_path: Path, dialect: 
     """The control: without it the engine's work is cancelled at once, and the resend is sampled again."""
     with engine() as model, recorder(model, tmp_path, "--retry-grace", "0") as gateway:
         model.held.clear()
-        with sent(gateway, dialect, body(dialect)):
+        with raw(gateway, dialect, body(dialect)):
             until(lambda: model.served)
         until(lambda: model.served[0].cancelled)
         model.held.set()
@@ -171,7 +159,7 @@ def test_a_resend_after_a_restart_gets_the_stored_reply(tmp_path: Path, dialect:
     with engine() as model:
         with recorder(model, tmp_path, GATEWAY_API_KEY="run-key-0") as first:
             model.script = lambda asked: "<|wide|>" * 8
-            with sent(first, dialect, body(dialect)) as connection:
+            with raw(first, dialect, body(dialect)) as connection:
                 assert connection.recv(12) == b"HTTP/1.1 200"
                 first.kill()
             assert first.states() == ["reply"]

@@ -6,7 +6,6 @@ A real gateway process before a real engine (engine.py); the official clients pa
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +20,20 @@ import openai
 import pytest
 from conftest import until
 from engine import END, MODEL, Engine, call_text, decode, engine
-from recorded import PATHS, ROOT, Doc, Recorder, another, body, events_of, recorder, text_of, usage_of
+from recorded import (
+    PATHS,
+    ROOT,
+    Doc,
+    Recorder,
+    another,
+    body,
+    events_of,
+    raw,
+    read_events,
+    recorder,
+    text_of,
+    usage_of,
+)
 
 from gateway.call import Refused
 from gateway.engine import read_answer
@@ -381,28 +393,6 @@ def test_a_truncated_reply_says_so(gateway: Recorder, dialect: str, stream: bool
 # --- Delivery ---------------------------------------------------------------------------------------
 
 
-def raw(gateway: Recorder, dialect: str, request: Doc) -> socket.socket:
-    """A connection on which the request was sent, with a receive buffer that holds little."""
-    url, data = httpx.URL(gateway.url()), json.dumps(request).encode()
-    head = f"POST {url.path}/{PATHS[dialect]} HTTP/1.1\r\nhost: x\r\nx-api-key: {gateway.key}\r\n"
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(20)
-    connection.connect((url.host, url.port))
-    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-    return connection
-
-
-def read_events(connection: socket.socket, count: int) -> bytes:
-    """Read until `count` events have come whole."""
-    data = b""
-    while data.count(b"\n\n") < count:
-        got = connection.recv(1 << 20)
-        assert got, data[-200:]
-        data += got
-    return data
-
-
 def test_a_client_that_hangs_up_before_the_reply_is_no_delivery(model: Engine, tmp_path: Path, dialect: str) -> None:
     with recorder(model, tmp_path, "--retry-grace", "0") as gateway:
         model.held.clear()
@@ -514,6 +504,11 @@ def start(*options: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, env={**environment})
 
 
+def looks(asked: Doc) -> str:
+    """A tool call, if a tool is offered."""
+    return call_text("look") if asked.get("tools") else "Nothing to do."
+
+
 @pytest.mark.parametrize(
     ("switches", "level", "says"),
     [
@@ -528,6 +523,11 @@ def start(*options: str, **environment: str) -> subprocess.CompletedProcess[str]
         ({"script": lambda asked: " said ", "drift": True}, "tokens", "breaks the prompt at token"),
         ({"system_anywhere": False}, "tokens", "a user message in a tag"),
         ({"version": "41"}, "tokens", "told by /get_weight_version"),
+        ({}, "tokens", "the streamed form agrees"),
+        ({"script": looks}, "tokens", "the streamed form agrees"),
+        ({"script": looks, "streamed_ids": False}, "tokens", "the streamed form is less than the unary one: the"),
+        ({"ids": False, "script": looks}, "logprobs", "the streamed form agrees"),
+        ({"logprobs": False, "ids": False, "script": looks}, "text", "the streamed form agrees"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gateway.call import Call, Refused, Reply, Request, Tool, ToolResult
+from gateway.call import Call, Refused, Reply, Request, Tool, ToolCall, ToolResult
 from gateway.conversion import Conversion
+from gateway.dialects.events import Events, Part
 from gateway.dialects.wire import dump, member, objects, openai_error, text_of
 
 NAME = "chat"
@@ -100,54 +101,61 @@ def _assistant(message: dict[str, Any], text: str, at: str, conversion: Conversi
 
 def unary(call: Call) -> dict[str, Any]:
     reply = call.reply
-    message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None, **_reasoning(reply)}
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+    message |= _reasoning(reply.reasoning)
     if reply.tool_calls:
-        message |= {"content": reply.text or None, "tool_calls": _tool_calls(call)}
+        calls = [_tool_call(call, index, called) for index, called in enumerate(reply.tool_calls)]
+        message |= {"content": reply.text or None, "tool_calls": calls}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply)}
     return {**_head(call), "object": "chat.completion", "choices": [choice], "usage": _usage(call)}
 
 
-def events(call: Call) -> Iterator[str]:
-    include_usage = call.request.echo["include_usage"]
-    head = {**_head(call), "object": "chat.completion.chunk"} | ({"usage": None} if include_usage else {})
-    for delta, finish_reason in _deltas(call):
+class Stream(Events):
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self.include_usage = call.request.echo["include_usage"]
+        self.head = {**_head(call), "object": "chat.completion.chunk"} | ({"usage": None} if self.include_usage else {})
+
+    def begun(self) -> Iterator[str]:
+        # Null until there is text: a reply that only calls tools has none.
+        yield self.chunk({"role": "assistant", "content": None})
+
+    def opened(self, part: Part) -> Iterator[str]:
+        if part.tool is not None:
+            begun = _tool_call(self.call, part.number, ToolCall(part.tool, ""))
+            yield self.chunk({"tool_calls": [{"index": part.number, **begun}]})
+
+    def grown(self, part: Part, text: str) -> Iterator[str]:
+        if part.kind == "call":
+            yield self.chunk({"tool_calls": [{"index": part.number, "function": {"arguments": text}}]})
+        else:
+            yield self.chunk({"content": text} if part.kind == "text" else _reasoning(text))
+
+    def closed(self, part: Part) -> Iterator[str]:
+        return iter(())
+
+    def ended(self, call: Call) -> Iterator[str]:
+        yield self.chunk({}, _finish_reason(call.reply))
+        if self.include_usage:
+            yield _chunk({**self.head, "choices": [], "usage": _usage(call)})
+        yield "data: [DONE]\n\n"
+
+    def failed(self, refused: Refused) -> Iterator[str]:
+        yield _chunk(error(refused))
+
+    def chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> str:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        yield _chunk({**head, "choices": [choice]})
-    if include_usage:
-        yield _chunk({**head, "choices": [], "usage": _usage(call)})
-    yield "data: [DONE]\n\n"
+        return _chunk({**self.head, "choices": [choice]})
 
 
-def error_events(refused: Refused) -> Iterator[str]:
-    yield _chunk(error(refused))
-
-
-def _deltas(call: Call) -> Iterator[tuple[dict[str, Any], str | None]]:
-    reply = call.reply
-    yield {"role": "assistant", "content": None if reply.tool_calls else ""}, None
-    if reply.reasoning:
-        yield _reasoning(reply), None
-    if reply.text or not reply.tool_calls:
-        yield {"content": reply.text}, None
-    for index, begun in enumerate(_tool_calls(call)):
-        arguments = begun["function"]["arguments"]
-        begun["function"]["arguments"] = ""
-        yield {"tool_calls": [{"index": index, **begun}]}, None
-        yield {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}, None
-    yield {}, _finish_reason(reply)
-
-
-def _reasoning(reply: Reply) -> dict[str, str]:
+def _reasoning(text: str) -> dict[str, str]:
     """Under both names in use; clients read one of them and send it back."""
-    return {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning} if reply.reasoning else {}
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
-def _tool_calls(call: Call) -> list[dict[str, Any]]:
-    calls = []
-    for index, called in enumerate(call.reply.tool_calls):
-        function = {"name": called.tool.name, "arguments": called.arguments}
-        calls.append({"id": call.part_id("call", index), "type": "function", "function": function})
-    return calls
+def _tool_call(call: Call, index: int, called: ToolCall) -> dict[str, Any]:
+    function = {"name": called.tool.name, "arguments": called.arguments}
+    return {"id": call.part_id("call", index), "type": "function", "function": function}
 
 
 def _finish_reason(reply: Reply) -> str:

@@ -1,7 +1,7 @@
 """Anthropic Messages, `POST messages` and `POST messages/count_tokens`: content blocks in and out.
 
 Input tokens are reported when the message starts and again when it ends: a harness that reads 0 at
-either place never compacts.
+either place never compacts. How many of them were cached is only known at the end.
 
 On the way to an engine a user turn falls apart into tool messages and user messages in the order of its
 blocks, and system messages stay where they are. `cache_control` moves from turn to turn and never goes on.
@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gateway.call import Call, Refused, Reply, Request, Tool, ToolResult
-from gateway.conversion import Conversion, object_of, seal, unseal
+from gateway.call import Call, Refused, Reply, Request, Tool, ToolResult, Usage
+from gateway.conversion import Conversion, begins_object, object_of, seal, unseal
+from gateway.dialects.events import Events, Part
 from gateway.dialects.wire import dump, event, member, objects, text_of
 
 NAME = "messages"
@@ -161,24 +162,62 @@ def error(refused: Refused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 
-def error_events(refused: Refused) -> Iterator[str]:
-    yield event("error", {"error": error(refused)["error"]})
-
-
 def unary(call: Call) -> dict[str, Any]:
-    ending = {**_ending(call.reply), "usage": _usage(call, call.usage.output)}
-    return _message_of(call) | ending | {"content": [block for block, _, _ in _blocks(call)]}
+    ending = {**_ending(call.reply), "usage": _usage(call.usage)}
+    return _message_of(call) | ending | {"content": list(_blocks(call))}
 
 
-def events(call: Call) -> Iterator[str]:
-    yield event("message_start", {"message": _message_of(call)})
-    for index, (_, begun, deltas) in enumerate(_blocks(call)):
-        yield event("content_block_start", {"index": index, "content_block": begun})
-        for delta in deltas:
-            yield event("content_block_delta", {"index": index, "delta": delta})
-        yield event("content_block_stop", {"index": index})
-    yield event("message_delta", {"delta": _ending(call.reply), "usage": _usage(call, call.usage.output)})
-    yield event("message_stop", {})
+class Stream(Events):
+    """Arguments are an object here, and clients fail on pieces of something else.
+
+    So a piece of arguments is passed on when it is known to go on an object, and the last one only when the whole is
+    known: what is no object in the end travels in a member of one, unless the object had begun. Then the client has a
+    part of it, as it does when this protocol's own server reaches its limit within a call.
+    """
+
+    COUNTS_FIRST = True
+
+    def begun(self) -> Iterator[str]:
+        yield event("message_start", {"message": _message_of(self.call)})
+
+    def opened(self, part: Part) -> Iterator[str]:
+        self.arguments = _Arguments()
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if part.tool is not None:
+            block = _use(self.call, part.number, part.tool, {})
+        elif part.kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        yield event("content_block_start", {"index": part.index, "content_block": block})
+
+    def grown(self, part: Part, text: str) -> Iterator[str]:
+        if part.kind == "call":
+            yield from self.more(part, self.arguments.more(part.texts))
+        elif part.kind == "reasoning":
+            yield self.delta(part, "thinking_delta", "thinking", text)
+        else:
+            yield self.delta(part, "text_delta", "text", text)
+
+    def closed(self, part: Part) -> Iterator[str]:
+        if part.kind == "reasoning":
+            yield self.delta(part, "signature_delta", "signature", seal(part.text))
+        elif part.kind == "call":
+            yield from self.more(part, self.arguments.rest(part.text))
+        yield event("content_block_stop", {"index": part.index})
+
+    def ended(self, call: Call) -> Iterator[str]:
+        yield event("message_delta", {"delta": _ending(call.reply), "usage": _usage(call.usage)})
+        yield event("message_stop", {})
+
+    def failed(self, refused: Refused) -> Iterator[str]:
+        yield event("error", {"error": error(refused)["error"]})
+
+    def more(self, part: Part, arguments: str) -> Iterator[str]:
+        if arguments:
+            yield self.delta(part, "input_json_delta", "partial_json", arguments)
+
+    @staticmethod
+    def delta(part: Part, kind: str, name: str, text: str) -> str:
+        return event("content_block_delta", {"index": part.index, "delta": {"type": kind, name: text}})
 
 
 def _message_of(call: Call) -> dict[str, Any]:
@@ -191,32 +230,51 @@ def _message_of(call: Call) -> dict[str, Any]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": _usage(call, 0),
+        "usage": _usage(Usage(call.usage.input, 0)),
     }
 
 
-def _blocks(call: Call) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
-    """Each content block: whole, as it begins, and the deltas between."""
+def _blocks(call: Call) -> Iterator[dict[str, Any]]:
     reply = call.reply
     if reply.reasoning:
-        whole = {"type": "thinking", "thinking": reply.reasoning, "signature": seal(reply.reasoning)}
-        yield (
-            whole,
-            whole | {"thinking": "", "signature": ""},
-            [
-                {"type": "thinking_delta", "thinking": whole["thinking"]},
-                {"type": "signature_delta", "signature": whole["signature"]},
-            ],
-        )
+        yield {"type": "thinking", "thinking": reply.reasoning, "signature": seal(reply.reasoning)}
     if reply.text or not reply.tool_calls:
-        text = {"type": "text", "text": reply.text}
-        yield text, text | {"text": ""}, [{"type": "text_delta", "text": reply.text}]
+        yield {"type": "text", "text": reply.text}
     for index, called in enumerate(reply.tool_calls):
-        value = object_of(called.arguments)
-        use = {"type": "tool_use", "id": call.part_id("toolu", index), "name": called.tool.name, "input": value}
+        yield _use(call, index, called.tool, object_of(called.arguments))
+
+
+def _use(call: Call, index: int, tool: Tool, value: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.part_id("toolu", index), "name": tool.name, "input": value}
+
+
+class _Arguments:
+    """The arguments of a call on their way to a client that reads them as an object while they come."""
+
+    def __init__(self) -> None:
+        self.length = self.sent = 0
+        self.is_object = True
+
+    def more(self, texts: list[str]) -> str:
+        """What may follow, now that the last of `texts` has come: that one is kept back."""
+        before, self.length = self.length, self.length + len(texts[-1])
+        # A check reads all of them, so it waits until there is a good deal more to pass on.
+        if not self.is_object or before - self.sent <= self.sent // 32:
+            return ""
+        text = "".join(texts[:-1])
+        self.is_object = begins_object(text)
+        return self.upto(text) if self.is_object else ""
+
+    def rest(self, whole: str) -> str:
+        if self.sent:
+            return self.upto(whole) if begins_object(whole) else ""
+        value = object_of(whole)
         # What is no object travels in a member of one, which the JSON of the arguments alone would not show.
-        sent = called.arguments if "INVALID_JSON" not in value else dump(value)
-        yield use, use | {"input": {}}, [{"type": "input_json_delta", "partial_json": sent}]
+        return whole if "INVALID_JSON" not in value else dump(value)
+
+    def upto(self, text: str) -> str:
+        start, self.sent = self.sent, len(text)
+        return text[start:]
 
 
 def _ending(reply: Reply) -> dict[str, Any]:
@@ -226,11 +284,11 @@ def _ending(reply: Reply) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _usage(call: Call, output_tokens: int) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, int]:
     """Cached and uncached input are counted apart here; together they are the prompt."""
     return {
-        "input_tokens": call.usage.input - call.usage.cached,
+        "input_tokens": usage.input - usage.cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": call.usage.cached,
-        "output_tokens": output_tokens,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.output,
     }

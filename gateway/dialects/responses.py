@@ -14,6 +14,7 @@ from typing import Any
 
 from gateway.call import Call, Refused, Request, Tool, ToolCall, ToolResult
 from gateway.conversion import Conversion, object_of, seal, unseal
+from gateway.dialects.events import Events, Part
 from gateway.dialects.wire import dump, event, member, objects, openai_error, text_of
 
 NAME = "responses"
@@ -38,6 +39,8 @@ _KNOWN = (
     *("model", "input", "instructions", "tools", "tool_choice", "stream", "max_output_tokens", "store", "text"),
     *_STATE,
 )
+_SPECIAL = ("custom", "local_shell")
+"""Tools whose calls are items of their own type."""
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
@@ -213,51 +216,69 @@ def unary(call: Call) -> dict[str, Any]:
     return _response(call) | ending | {"output": _items(call), "usage": usage}
 
 
-def events(call: Call) -> Iterator[str]:
-    for number, (name, data) in enumerate(_events(call)):
-        yield event(name, {"sequence_number": number, **data})
+class Stream(Events):
+    """The input of a tool that takes free text comes in one piece.
 
+    The policy calls it with a JSON object, and what is none in the end goes to the tool as it is: only the whole tells.
+    """
 
-def error_events(refused: Refused) -> Iterator[str]:
-    failed = {"id": "resp_failed", "object": "response", "status": "failed", "output": []}
-    reason = {"code": refused.code or "server_error", "message": refused.message}
-    yield event("response.failed", {"sequence_number": 0, "response": failed | {"error": reason}})
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self.number = 0
 
+    def begun(self) -> Iterator[str]:
+        response = _response(self.call)
+        yield self.event("response.created", {"response": response})
+        yield self.event("response.in_progress", {"response": response})
 
-def _events(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
-    response = _response(call)
-    yield "response.created", {"response": response}
-    yield "response.in_progress", {"response": response}
-    for index, item in enumerate(_items(call)):
-        yield from _item_events(index, item)
-    whole = unary(call)
-    yield f"response.{whole['status']}", {"response": whole}
+    def opened(self, part: Part) -> Iterator[str]:
+        item = _begun(_item(self.call, part))
+        self.at = {"item_id": item["id"], "output_index": part.index}
+        yield self.event("response.output_item.added", {"output_index": part.index, "item": item})
+        if part.kind == "text":
+            yield self.text("content_part.added", part=_text_part(""))
 
+    def grown(self, part: Part, text: str) -> Iterator[str]:
+        if part.kind == "text":
+            yield self.text("output_text.delta", delta=text, logprobs=[])
+        elif part.kind == "reasoning":
+            yield self.text("reasoning_text.delta", delta=text)
+        elif part.tool is not None and part.tool.kind not in _SPECIAL:
+            yield self.within("function_call_arguments.delta", delta=text)
 
-def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "response.output_item.added", {"output_index": index, "item": _begun(item)}
-    at = {"item_id": item["id"], "output_index": index}
-    if item["type"] == "message":
-        yield from _text_events({**at, "content_index": 0}, item["content"][0])
-    elif item["type"] == "reasoning":
-        text = {**at, "content_index": 0}
-        yield "response.reasoning_text.delta", {**text, "delta": item["content"][0]["text"]}
-        yield "response.reasoning_text.done", {**text, "text": item["content"][0]["text"]}
-    elif item["type"] == "function_call":
-        yield "response.function_call_arguments.delta", {**at, "delta": item["arguments"]}
-        done = {"name": item["name"], "arguments": item["arguments"]}
-        yield "response.function_call_arguments.done", {**at, **done}
-    elif item["type"] == "custom_tool_call":
-        yield "response.custom_tool_call_input.delta", {**at, "delta": item["input"]}
-        yield "response.custom_tool_call_input.done", {**at, "input": item["input"]}
-    yield "response.output_item.done", {"output_index": index, "item": item}
+    def closed(self, part: Part) -> Iterator[str]:
+        item = _item(self.call, part)
+        if item["type"] == "message":
+            yield self.text("output_text.done", text=part.text, logprobs=[])
+            yield self.text("content_part.done", part=item["content"][0])
+        elif item["type"] == "reasoning":
+            yield self.text("reasoning_text.done", text=part.text)
+        elif item["type"] == "function_call":
+            yield self.within("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        elif item["type"] == "custom_tool_call":
+            yield self.within("custom_tool_call_input.delta", delta=item["input"])
+            yield self.within("custom_tool_call_input.done", input=item["input"])
+        yield self.event("response.output_item.done", {"output_index": part.index, "item": item})
 
+    def ended(self, call: Call) -> Iterator[str]:
+        whole = unary(call)
+        yield self.event(f"response.{whole['status']}", {"response": whole})
 
-def _text_events(at: dict[str, Any], part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "response.content_part.added", {**at, "part": part | {"text": ""}}
-    yield "response.output_text.delta", {**at, "delta": part["text"], "logprobs": []}
-    yield "response.output_text.done", {**at, "text": part["text"], "logprobs": []}
-    yield "response.content_part.done", {**at, "part": part}
+    def failed(self, refused: Refused) -> Iterator[str]:
+        reason = {"code": refused.code or "server_error", "message": refused.message}
+        yield self.event("response.failed", {"response": _response(self.call) | {"status": "failed", "error": reason}})
+
+    def text(self, event_name: str, **data: Any) -> str:
+        return self.within(event_name, content_index=0, **data)
+
+    def within(self, event_name: str, **data: Any) -> str:
+        """An event of the item that is open."""
+        return self.event(f"response.{event_name}", {**self.at, **data})
+
+    def event(self, name: str, data: dict[str, Any]) -> str:
+        numbered = {"sequence_number": self.number, **data}
+        self.number += 1
+        return event(name, numbered)
 
 
 def _response(call: Call) -> dict[str, Any]:
@@ -281,21 +302,37 @@ def _items(call: Call) -> list[dict[str, Any]]:
     """The output items, complete."""
     reply, items = call.reply, []
     if reply.reasoning:
-        text = {"type": "reasoning_text", "text": reply.reasoning}
-        head = {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": [text]}
-        items.append({**head, "encrypted_content": seal(reply.reasoning), "status": "completed"})
+        items.append(_reasoning_item(call, reply.reasoning))
     if reply.text or not reply.tool_calls:
-        part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
-        message = {"id": f"msg_{call.id}", "type": "message", "role": "assistant"}
-        items.append({**message, "status": "completed", "content": [part]})
-    items += [_call_item(call, index, called) for index, called in enumerate(reply.tool_calls)]
-    return items
+        items.append(_message_item(call, reply.text))
+    return items + [_call_item(call, index, called) for index, called in enumerate(reply.tool_calls)]
+
+
+def _item(call: Call, part: Part) -> dict[str, Any]:
+    if part.tool is not None:
+        return _call_item(call, part.number, ToolCall(part.tool, part.text))
+    return (_message_item if part.kind == "text" else _reasoning_item)(call, part.text)
+
+
+def _reasoning_item(call: Call, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    head = {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": content}
+    return {**head, "encrypted_content": seal(text), "status": "completed"}
+
+
+def _message_item(call: Call, text: str) -> dict[str, Any]:
+    message = {"id": f"msg_{call.id}", "type": "message", "role": "assistant"}
+    return {**message, "status": "completed", "content": [_text_part(text)]}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _call_item(call: Call, index: int, called: ToolCall) -> dict[str, Any]:
     tool, common = called.tool, {"status": "completed", "call_id": call.part_id("call", index)}
     if tool.kind == "local_shell":
-        action = {"type": "exec", "env": {}, **object_of(called.arguments)}
+        action = {"type": "exec", "env": {}, **object_of(called.arguments or "{}")}
         return {"id": call.part_id("lsh", index), "type": "local_shell_call", **common, "action": action}
     group = {"namespace": tool.namespace} if tool.namespace else {}
     if tool.kind == "custom":
