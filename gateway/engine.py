@@ -64,6 +64,8 @@ class Capabilities:
     reports_version: str | None = None
     """The path, below the server's root, that tells the version of the weights."""
     max_model_len: int | None = None
+    streams: bool = False
+    """The streamed form of a reply gives the same prompt ids, sampled ids, log probabilities and message."""
     lines: tuple[str, ...] = ()
     """What was found, for people."""
 

@@ -4,7 +4,7 @@ Levels: `tokens` (P and S as ids, L aligned and processed) may train; `logprobs`
 serves analysis; `text` serves evaluation only. Nothing is taken from a server's name or version: members that it does
 not know are ignored or refused, and only its answers prove a feature.
 
-Not probed: streams (calls are unary here), and whether a hang-up ends the generation, which only the server sees.
+Not probed: whether a hang-up ends the generation, which only the server sees.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 import httpx
 
+from gateway.agreement import difference, faults
 from gateway.call import Refused
-from gateway.engine import CAPTURES, CONNECT_SECONDS, Answer, Capabilities, Engine, read_answer, version_in
+from gateway.chunks import BrokenStream, Completion, chunks
+from gateway.engine import CAPTURES, CONNECT_SECONDS, Answer, Capabilities, Engine, object_at, read_answer, version_in
 from gateway.prompt import NEUTRAL_EXTENDED
-from gateway.record import CallRecord, Delta, measured_findings
 
 Doc = dict[str, Any]
 
@@ -24,6 +25,9 @@ VERSION_PATHS = ("/get_weight_version", "/get_model_info")
 """Where servers tell the version of their weights (SGLang does)."""
 TOLERANCE = 0.05
 """Of the ratio between two gaps of log probabilities, which is 2 or 1."""
+STREAMED_TOKENS = 64
+"""Enough for a tool call."""
+CALL: Doc = {"role": "user", "content": "Call the tool `look`."}
 USER: Doc = {"role": "user", "content": "Say a word."}
 SYSTEM: Doc = {"role": "system", "content": "Be brief."}
 TOOL: Doc = {
@@ -43,21 +47,24 @@ async def probe(engine: Engine, temperature: float) -> Capabilities:
     extended = await accepts(engine, NEUTRAL_EXTENDED)
     level, answer = await capture_level(engine)
     processed = await is_processed(engine) if level != "text" else None
-    faults = await missing(engine, level, answer, processed, temperature)
-    if level == "tokens" and faults:
+    lacking = await missing(engine, level, answer, processed, temperature)
+    if level == "tokens" and lacking:
         level = "logprobs" if answer.logprobs else "text"
     system = await accepts_messages(engine, [USER, {"role": "assistant", "content": "Yes."}, SYSTEM, USER])
     tokenizes = await answers(engine, "/tokenize", {"model": engine.model, "messages": [USER]})
     told = await version_path(engine)
+    tools = await accepts(engine, {"tools": [TOOL]})
+    otherwise = await stream_differs(engine, level, [TOOL] if tools else [])
     lines = (
-        f"level {level}" + (f": not tokens, because {'; '.join(faults)}" if level != "tokens" else ""),
+        f"level {level}" + (f": not tokens, because {'; '.join(lacking)}" if level != "tokens" else ""),
         f"log probabilities are {PROCESSED[processed]}",
         f"a system message in the middle is {'kept' if system else 'sent as a user message in a tag'}",
-        f"tools are {'accepted' if await accepts(engine, {'tools': [TOOL]}) else 'refused'}",
+        f"tools are {'accepted' if tools else 'refused'}",
+        f"the streamed form {otherwise or 'agrees with the unary one'}",
         f"a reply sent back {await echo(engine, answer)}",
         f"the version of the weights is {'told by ' + told if told else 'what the trainer names when it resumes'}",
     )
-    return Capabilities(level, processed, extended, system, tokenizes, told, length, lines)
+    return Capabilities(level, processed, extended, system, tokenizes, told, length, otherwise is None, lines)
 
 
 PROCESSED = {True: "after temperature", False: "before temperature (raw)", None: "absent or not comparable"}
@@ -106,16 +113,13 @@ async def missing(engine: Engine, level: str, answer: Answer, processed: bool | 
     """What keeps the server from level `tokens`."""
     if level != "tokens":
         return ["the server refuses to be asked for token ids"]
-    prompt_ids = None if answer.prompt_ids is None else Delta(answer.prompt_ids)
-    record = CallRecord("", 1, "", 0, prompt_ids=prompt_ids, sampled_ids=answer.sampled_ids, logprobs=answer.logprobs)
-    found = [*measured_findings(record), *answer.findings]
-    faults = [finding["detail"] for finding in found if finding["level"] == "fatal"]
+    found = faults(answer)
     again = read_answer(await post(engine, request(engine, [USER], **CAPTURES["tokens"])))
     if again.prompt_ids != answer.prompt_ids:
-        faults.append("the same request gave other prompt ids")
+        found.append("the same request gave other prompt ids")
     if processed is not True and temperature != 1.0:
-        faults.append("log probabilities are raw, which only a temperature of 1 allows")
-    return faults
+        found.append("log probabilities are raw, which only a temperature of 1 allows")
+    return found
 
 
 async def is_processed(engine: Engine) -> bool | None:
@@ -153,6 +157,35 @@ async def echo(engine: Engine, first: Answer) -> str:
     if common == len(before):
         return "extends the prompt token by token"
     return f"breaks the prompt at token {common} of {len(before)}: expect more than one sequence per rollout"
+
+
+async def stream_differs(engine: Engine, level: str, tools: list[Doc]) -> str | None:
+    """What the streamed form of a reply gives otherwise than the unary one; None when that is nothing."""
+    members = {**CAPTURES[level], **({"tools": tools} if tools else {})}
+    asked = request(engine, [CALL], **members) | {"temperature": 0.0, "max_completion_tokens": STREAMED_TOKENS}
+    try:
+        unary, streamed = await post(engine, asked), await post_streamed(engine, asked)
+        counted = object_at(streamed, "usage").get("completion_tokens")
+        return difference(read_answer(unary), read_answer(streamed), counted)
+    except Refused:
+        return "is refused"
+    except BrokenStream as broken:
+        return f"breaks: {broken}"
+
+
+async def post_streamed(engine: Engine, body: Doc) -> Doc:
+    """What `post` gives, by way of a stream."""
+    completion, url = Completion(), f"{engine.url}/chat/completions"
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    try:
+        async with engine.client.stream("POST", url, json=asked) as response:
+            if response.status_code != 200:
+                raise BrokenStream(f"status {response.status_code}")
+            async for one in chunks(response.aiter_lines()):
+                completion.add(one)
+    except httpx.HTTPError as error:
+        raise BrokenStream(type(error).__name__) from None
+    return completion.whole
 
 
 async def version_path(engine: Engine) -> str | None:

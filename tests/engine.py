@@ -15,7 +15,7 @@ import socket
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -31,6 +31,8 @@ START, END, WIDE = 256, 257, 258
 SPECIAL = {"<|im_start|>": START, "<|im_end|>": END, "<|wide|>": WIDE}
 NAMES = {START: "<|im_start|>", END: "<|im_end|>", WIDE: "x" * (1 << 20)}
 """What they decode to. The wide one makes a reply of many megabytes from a few tokens."""
+PIECE = 16
+"""Characters of text in one chunk of a stream."""
 CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 
 
@@ -90,6 +92,8 @@ class Engine:
     """Assistant text is rendered without its spaces at the ends, and calls with other ones."""
     system_anywhere: bool = True
     tokenizes: bool = True
+    streamed_ids: bool = True
+    """Streams give the ids of tool calls; with some tool parsers of vLLM they do not."""
     misaligned: bool = False
     filler: bool = False
     reasoning: bool = False
@@ -249,7 +253,28 @@ class Engine:
         if not self.held.is_set() and not await self.wait(http, served):
             return Response(status_code=499)
         value = self.completion(served, self.sample(served))
-        return stream(value) if body.get("stream") else JSONResponse(value)
+        if not body.get("stream"):
+            return JSONResponse(value)
+        usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        return StreamingResponse(self.chunks(value, usage), media_type="text/event-stream")
+
+    async def chunks(self, value: Doc, usage: bool) -> AsyncIterator[str]:
+        """A stream: a role, the texts and calls in pieces with their ids, a reason, the usage if it was asked for."""
+        head = {name: value[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+        first = {"prompt_token_ids": value["prompt_token_ids"]} if "prompt_token_ids" in value else {}
+        whole = value["choices"][0]
+        yield chunk({**head, **first, "choices": [piece({"role": "assistant", "content": ""}, whole, 0, 0)]})
+        taken, most = 0, len(whole.get("token_ids") or (whole["logprobs"] or {}).get("content") or ())
+        for delta, length in pieces(whole["message"]):
+            taken, start = min(taken + length, most), taken
+            lost = "tool_calls" in delta and not self.streamed_ids
+            yield chunk({**head, "choices": [piece(delta, whole, taken if lost else start, taken)]})
+        last = piece({}, whole, taken, most) | {name: whole[name] for name in ("finish_reason", "stop_reason")}
+        spans = {"weight_versions": value["weight_versions"]} if "weight_versions" in value else {}
+        yield chunk({**head, **spans, "choices": [last]})
+        if usage:
+            yield chunk({**head, "choices": [], "usage": value["usage"]})
+        yield "data: [DONE]\n\n"
 
     def overflow(self, served: Served) -> str | None:
         length, asked = len(served.prompt_ids), served.body.get("max_completion_tokens") or 0
@@ -295,24 +320,25 @@ def error(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message, "type": "BadRequestError", "code": status}}, status)
 
 
-def stream(value: Doc) -> Response:
-    """The completion as chunks: a role, the content, a reason, the usage."""
-    choice = value["choices"][0]
-    message = choice["message"]
-    calls = [{"index": index, **called} for index, called in enumerate(message["tool_calls"])]
-    deltas = [({"role": "assistant", "content": ""}, None), ({"content": message["content"]}, None)]
-    deltas += [({"tool_calls": calls}, None)] if calls else []
-    deltas.append(({}, choice["finish_reason"]))
+def pieces(message: Doc) -> Iterator[tuple[Doc, int]]:
+    """(a delta, how many ids it stands for), as far as the text alone tells."""
+    for name in ("reasoning", "content"):
+        text = message.get(name) or ""
+        for part in (text[at : at + PIECE] for at in range(0, len(text), PIECE)):
+            yield {name: part}, len(encode(part))
+    for index, called in enumerate(message["tool_calls"]):
+        function = called["function"]
+        begun = {**called, "index": index, "function": {**function, "arguments": ""}}
+        yield {"tool_calls": [begun]}, len(function["name"])
+        for part in (function["arguments"][at : at + PIECE] for at in range(0, len(function["arguments"]), PIECE)):
+            yield {"tool_calls": [{"index": index, "function": {"arguments": part}}]}, len(encode(part))
 
-    async def chunks() -> Any:
-        head = {**value, "object": "chat.completion.chunk"}
-        usage = head.pop("usage")
-        for delta, reason in deltas:
-            yield chunk({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
-        yield chunk({**head, "choices": [], "usage": usage})
-        yield "data: [DONE]\n\n"
 
-    return StreamingResponse(chunks(), media_type="text/event-stream")
+def piece(delta: Doc, whole: Doc, start: int, end: int) -> Doc:
+    """A choice of a chunk: the delta, and the ids from `start` to `end`."""
+    logprobs = whole["logprobs"] and {"content": whole["logprobs"]["content"][start:end]}
+    ids = {"token_ids": whole["token_ids"][start:end]} if "token_ids" in whole else {}
+    return {"index": 0, "delta": delta, "logprobs": logprobs if end > start else None, "finish_reason": None, **ids}
 
 
 def chunk(value: Doc) -> str:

@@ -514,6 +514,11 @@ def start(*options: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, env={**environment})
 
 
+def looks(asked: Doc) -> str:
+    """A tool call, if a tool is offered."""
+    return call_text("look") if asked.get("tools") else "Nothing to do."
+
+
 @pytest.mark.parametrize(
     ("switches", "level", "says"),
     [
@@ -528,6 +533,11 @@ def start(*options: str, **environment: str) -> subprocess.CompletedProcess[str]
         ({"script": lambda asked: " said ", "drift": True}, "tokens", "breaks the prompt at token"),
         ({"system_anywhere": False}, "tokens", "a user message in a tag"),
         ({"version": "41"}, "tokens", "told by /get_weight_version"),
+        ({}, "tokens", "the streamed form agrees"),
+        ({"script": looks}, "tokens", "the streamed form agrees"),
+        ({"script": looks, "streamed_ids": False}, "tokens", "the streamed form gives 53 ids for 59 tokens"),
+        ({"ids": False, "script": looks}, "logprobs", "the streamed form agrees"),
+        ({"logprobs": False, "ids": False, "script": looks}, "text", "the streamed form agrees"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
 )
