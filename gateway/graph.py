@@ -253,7 +253,7 @@ def find_edges(graph: Graph) -> None:
     if not roots:
         return
     main = main_root(graph, roots)
-    graph.continues = find_continues(graph, roots)
+    graph.continues = find_continues(graph, [root for root in roots[1:] if graph.tools(root) or not graph.tools(main)])
     assign_roles(graph, roots, main)
     graph.returns = find_returns(graph)
     graph.spawned_by = find_spawns(graph, roots)
@@ -362,10 +362,13 @@ def find_discarded(graph: Graph) -> set[str]:
 
 
 def find_continues(graph: Graph, roots: Sequence[str]) -> list[Continues]:
-    """Most roots begin with one summary; Pi writes two, of the turns before and of the one under way."""
+    """Most roots begin with one summary; Pi writes two, of the turns before and of the one under way.
+
+    `roots` are those that may: a call without tools that holds a summary is asked for the next one.
+    """
     found: list[Continues] = []
     searched: dict[tuple[str, str], bool] = {}
-    for root in roots[1:]:
+    for root in roots:
         vias, evidence = summaries_of(graph, root, searched)
         leaf = summarised(graph, vias[0], {edge.via for edge in found} | set(vias)) if vias else None
         since = graph.calls[leaf].record.seq if leaf else -1

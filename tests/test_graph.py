@@ -582,6 +582,20 @@ def test_a_summary_that_comes_back_as_a_first_reply() -> None:
     assert explain_breaks(graph)[-1].cls == "history_rewritten"
 
 
+def test_a_call_that_is_given_the_last_summary_to_write_the_next_is_no_agent() -> None:
+    """Pi: it is a compaction too, though its prompt begins with what the agent went on with."""
+    harness = Harness()
+    base(harness)
+    ask = message("system", "summarise")
+    harness.call([ask, message("user", "<conversation>")], SUMMARY, tools=[])
+    harness.call([START[0], message("user", f"The summary: {SUMMARY}")], "I go on")
+    harness.call([ask, message("user", f"<previous-summary>{SUMMARY}")], "the next summary " * 9, tools=[])
+    graph = build(harness.records)
+    assert roles(graph) == ["agent", "agent", "compaction", "agent", "compaction"]
+    assert [graph.calls[one].accepted for one in ("c2", "c4")] == [True, False]
+    assert [(edge.root, edge.via, edge.leaf) for edge in graph.continues] == [("c3", "c2", "c1")]
+
+
 def test_a_history_that_breaks_after_its_first_reply_does_not_begin_with_a_summary() -> None:
     harness = Harness(session="s")
     harness.call(START, SUMMARY)
