@@ -5,6 +5,6 @@ the scripted policies `oracle` and `nop`, which smoke-test harnesses, sandboxes 
 model. `export` and `explain` read what was recorded. The gateway knows nothing of sandboxes, sessions or grading.
 
 A recorded call: server (routes) → recording → attempts (whose it is) → dialects, conversion, prompt (what the engine
-gets) → calls (its life) → engine (and streaming, in live mode) → store → delivery. Beside them: probe (with agreement),
-weights, control, labels.
+gets) → calls (its life) → engine (and streaming, in live mode) → store → delivery. Beside them: probe (with agreement
+and hangup), weights, control, labels.
 """

@@ -133,8 +133,12 @@ class Engine:
 
     async def get(self, url: str) -> tuple[int, Any]:
         """(status, the JSON value or None) of a route that answers at once."""
+        status, text = await self.get_text(url)
+        return status, json_of(text.encode())
+
+    async def get_text(self, url: str) -> tuple[int, str]:
         async with self.client.get(url, allow_redirects=False, timeout=AT_ONCE) as response:
-            return response.status, json_of(await response.read())
+            return response.status, (await response.read()).decode("utf-8", "replace")
 
     def refusal(self, status: int, text: str) -> Refused:
         if self.key:

@@ -21,6 +21,8 @@ in breaks.py, what is trained in sequences.py.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +34,7 @@ EVIDENCE_TOKENS = 64
 """A summary is recognised by this many tokens of its visible text in a later root."""
 LABELLED = ("agent", "subagent", "compaction", "auxiliary", "foreign")
 SHORTEST_REPORT = 16
-"""Characters of a subagent's last text; a shorter one may stand in a tool result by chance."""
+"""Characters of a subagent's task or last text; a shorter one may stand elsewhere by chance."""
 
 
 @dataclass
@@ -251,7 +253,7 @@ def find_edges(graph: Graph) -> None:
     if not roots:
         return
     main = main_root(graph, roots)
-    graph.continues = find_continues(graph, roots)
+    graph.continues = find_continues(graph, [root for root in roots[1:] if graph.tools(root) or not graph.tools(main)])
     assign_roles(graph, roots, main)
     graph.returns = find_returns(graph)
     graph.spawned_by = find_spawns(graph, roots)
@@ -273,6 +275,7 @@ def label(record: CallRecord) -> str | None:
 
 def assign_roles(graph: Graph, roots: Sequence[str], main: str) -> None:
     accepted = {edge.via for edge in graph.continues}
+    summarising = {instructions(graph, via) for via in accepted if not graph.tools(via)} - {""}
     discarded = find_discarded(graph)
     chain: dict[str, str] = {}
     heads: dict[str, str] = {}
@@ -283,7 +286,8 @@ def assign_roles(graph: Graph, roots: Sequence[str], main: str) -> None:
             call_id, inherited = pending.pop()
             call = graph.calls[call_id]
             own = label(call.record) or ("foreign" if is_foreign(graph, call_id, main) else inherited)
-            if own in ("agent", "subagent", "unknown", "auxiliary") and call_id in accepted:
+            twin = own == "auxiliary" and instructions(graph, call_id) in summarising
+            if twin or (own in ("agent", "subagent", "unknown", "auxiliary") and call_id in accepted):
                 call.role = "compaction"
             else:
                 call.role = "discarded" if call_id in discarded and own != "compaction" else own
@@ -323,6 +327,11 @@ def questions(graph: Graph, root: str) -> list[Any]:
     return [one for one in head(graph.messages(root)) if one.get("role") not in ("system", "developer")]
 
 
+def instructions(graph: Graph, call_id: str) -> str:
+    """What the harness told the model to be: two calls that share it, and have no tools, serve the same end."""
+    return "\n".join(text_of(one) for one in graph.messages(call_id) if one.get("role") in ("system", "developer"))
+
+
 def head(messages: Sequence[Any]) -> list[Any]:
     """The messages before the first reply."""
     replies = (index for index, one in enumerate(messages) if one.get("role") == "assistant")
@@ -353,34 +362,55 @@ def find_discarded(graph: Graph) -> set[str]:
 
 
 def find_continues(graph: Graph, roots: Sequence[str]) -> list[Continues]:
+    """Most roots begin with one summary; Pi writes two, of the turns before and of the one under way.
+
+    `roots` are those that may: a call without tools that holds a summary is asked for the next one.
+    """
     found: list[Continues] = []
     searched: dict[tuple[str, str], bool] = {}
-    for root in roots[1:]:
-        via, evidence = summary_of(graph, root, searched)
-        if via is not None:
-            found.append(Continues(root, via, summarised(graph, via, {edge.via for edge in found}), evidence))
+    for root in roots:
+        vias, evidence = summaries_of(graph, root, searched)
+        leaf = summarised(graph, vias[0], {edge.via for edge in found} | set(vias)) if vias else None
+        since = graph.calls[leaf].record.seq if leaf else -1
+        kept = [via for via in vias if via == vias[0] or graph.calls[via].record.seq > since]
+        found += [Continues(root, via, leaf, evidence) for via in kept]
     return found
 
 
-def summary_of(graph: Graph, root: str, searched: dict[tuple[str, str], bool]) -> tuple[str | None, str]:
-    """The call whose summary the root begins with, and how that is known."""
+def summaries_of(graph: Graph, root: str, searched: dict[tuple[str, str], bool]) -> tuple[list[str], str]:
+    """The calls whose summaries the root may begin with, the likeliest first, and how that is known."""
     record = graph.calls[root].record
     if label(record) in ("compaction", "auxiliary", "foreign"):
-        return None, ""
+        return [], ""
     earlier = [call for call in graph.calls.values() if call.record.seq < record.seq and not call.children]
     for call in reversed(earlier):
         parents = call.record.labels.get("parent"), record.labels.get("parent")
         if label(call.record) == "compaction" and names(call.record) == names(record) and parents[0] == parents[1]:
             taken = any(label(graph.calls[one].record) in (None, "agent") for one in between(graph, call, record))
-            return (None, "") if taken else (call.record.call_id, "wire_label")
-    asked = "\n".join(map(text_of, questions(graph, root)))
+            return ([], "") if taken else ([call.record.call_id], "wire_label")
+    asked, answered = opening(graph, root)
+    vias: list[str] = []
     for call in reversed(earlier):
-        key = (call.record.call_id, asked)
+        apart = bool(graph.tools(root)) and not graph.tools(call.record.call_id)
+        if vias and not apart:
+            continue
+        text = f"{asked}\n{answered}" if apart else asked
+        key = (call.record.call_id, text)
         if key not in searched:
-            searched[key] = holds(asked, call.text, len(call.record.sampled_ids or ()))
-        if searched[key]:
-            return call.record.call_id, "visible_text"
-    return None, ""
+            searched[key] = holds(text, call)
+        vias += [call.record.call_id] if searched[key] else []
+    return vias, "visible_text"
+
+
+def opening(graph: Graph, root: str) -> tuple[str, str]:
+    """(what was asked before the first reply, the first reply).
+
+    opencode puts its summary there, as if it had been said: the reply of a call without tools, which no reply of the
+    conversation itself is.
+    """
+    messages = graph.messages(root)
+    asked = "\n".join(map(text_of, questions(graph, root)))
+    return asked, text_of(next((one for one in messages if one.get("role") == "assistant"), None))
 
 
 def between(graph: Graph, call: GraphCall, record: CallRecord) -> list[str]:
@@ -392,13 +422,27 @@ def between(graph: Graph, call: GraphCall, record: CallRecord) -> list[str]:
     ]
 
 
-def holds(text: str, reply: str, tokens: int) -> bool:
+def holds(text: str, call: GraphCall) -> bool:
     """Whether `text` repeats EVIDENCE_TOKENS or more of the reply; harnesses strip tags around a summary."""
+    reply, tokens = call.text, len(call.record.sampled_ids or ())
     if tokens < EVIDENCE_TOKENS or not reply:
         return False
-    size = max(len(reply) * EVIDENCE_TOKENS // tokens, 1)
+    size = max(len(spoken(call.record)) * EVIDENCE_TOKENS // tokens, 1)
     starts = range(0, len(reply) - size + 1, max(size // 2, 1))
     return any(reply[start : start + size] in text for start in starts)
+
+
+def spoken(record: CallRecord) -> str:
+    """All that the sampled tokens stand for: reasoning, text and tool calls."""
+    message = record.message or {}
+    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+    return "".join([reasoning, text_of(message), *(f"{name}{arguments}" for name, arguments in calls_of(record))])
+
+
+def calls_of(record: CallRecord) -> list[tuple[str, str]]:
+    """(name, arguments) of each tool call of the reply."""
+    functions = [called.get("function") or {} for called in (record.message or {}).get("tool_calls") or ()]
+    return [(str(one.get("name")), str(one.get("arguments"))) for one in functions]
 
 
 def summarised(graph: Graph, via: str, vias: set[str]) -> str | None:
@@ -406,12 +450,13 @@ def summarised(graph: Graph, via: str, vias: set[str]) -> str | None:
     call = graph.calls[via]
     if call.parent is not None:
         return call.parent
-    for other in reversed(list(graph.calls.values())):
-        earlier, apart = other.record.seq < call.record.seq, other.record.call_id not in vias
-        talks = label(other.record) != "compaction" and (graph.tools(other.record.call_id) or not graph.tools(via))
-        if earlier and apart and talks and names(other.record) == names(call.record):
-            return other.record.call_id
-    return None
+    before = [other for other in graph.calls.values() if other.record.seq < call.record.seq]
+    before = [other for other in before if names(other.record) == names(call.record)]
+    talks = [one for one in before if label(one.record) != "compaction" and one.record.call_id not in vias]
+    found = [one.record.call_id for one in talks if graph.tools(one.record.call_id)] or [
+        one.record.call_id for one in talks if not graph.tools(via)
+    ]
+    return found[-1] if found else None
 
 
 def find_returns(graph: Graph) -> list[Returns]:
@@ -421,15 +466,17 @@ def find_returns(graph: Graph) -> list[Returns]:
         if call.role != "subagent" or call.children or len(text) < SHORTEST_REPORT:
             continue
         for other_id, other in graph.calls.items():
-            if other.record.seq > call.record.seq and any(text in result for result in new_results(other.record)):
+            if other.record.seq > call.record.seq and any(text in result for result in new_results(other)):
                 found.append(Returns(call_id, other_id))
                 break
     return found
 
 
-def new_results(record: CallRecord) -> list[str]:
-    """Tool results that no earlier call was given."""
-    return [text_of(one) for one in record.messages.tail if one.get("role") == "tool"]
+def new_results(call: GraphCall) -> list[str]:
+    """Tool results that no earlier call was given, and what a conversation was told since: Claude Code reports a
+    subagent that ran in the background in a user message."""
+    roles = ("tool",) if call.parent is None else ("tool", "user")
+    return [text_of(one) for one in call.record.messages.tail if one.get("role") in roles]
 
 
 def find_spawns(graph: Graph, roots: Sequence[str]) -> list[SpawnedBy]:
@@ -443,8 +490,20 @@ def find_spawns(graph: Graph, roots: Sequence[str]) -> list[SpawnedBy]:
             if call.record.seq < record.seq and parent and parent in names(call.record)
         ]
         if callers:
-            found.append(SpawnedBy(root, callers[-1]))
+            asked, _ = opening(graph, root)
+            told = [call_id for call_id in callers if any(one in asked for one in tasks(graph.calls[call_id].record))]
+            found.append(SpawnedBy(root, (told or callers)[-1]))
     return found
+
+
+def tasks(record: CallRecord) -> list[str]:
+    """Texts in the arguments of its tool calls that are long enough to be known again."""
+    values: list[Any] = []
+    for _, arguments in calls_of(record):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(arguments)
+            values += found.values() if isinstance(found, dict) else []
+    return [value for value in values if isinstance(value, str) and len(value) >= SHORTEST_REPORT]
 
 
 def text_of(message: Mapping[str, Any] | None) -> str:

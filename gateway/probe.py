@@ -4,7 +4,7 @@ Levels: `tokens` (P and S as ids, L aligned and processed) may train; `logprobs`
 serves analysis; `text` serves evaluation only. Nothing is taken from a server's name or version: members that it does
 not know are ignored or refused, and only its answers prove a feature.
 
-Not probed: whether a hang-up ends the generation, which only the server sees.
+Not probed: what a server does under load.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from gateway.agreement import difference, faults
 from gateway.call import Refused
-from gateway.engine import CAPTURES, UNREACHABLE, Answer, Capabilities, Engine, read_answer, version_in
+from gateway.engine import CAPTURES, UNREACHABLE, Answer, Capabilities, Engine, object_at, read_answer, version_in
+from gateway.hangup import after_a_hang_up
 from gateway.prompt import NEUTRAL_EXTENDED
 from gateway.streaming import streamed
 
@@ -28,6 +29,16 @@ STREAMED_TOKENS = 64
 CALL: Doc = {"role": "user", "content": "Call the tool `look`."}
 USER: Doc = {"role": "user", "content": "Say a word."}
 SYSTEM: Doc = {"role": "system", "content": "Be brief."}
+DEVELOPER: Doc = {**SYSTEM, "role": "developer"}
+REPLY: Doc = {"role": "assistant", "content": "Yes."}
+CALLED: Doc = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
+}
+LOOKED: Doc = {"role": "tool", "tool_call_id": "call_0", "content": "A tree."}
+THOUGHT: Doc = {"reasoning": "They want me to look."}
+"""As conversions write it."""
 TOOL: Doc = {
     "type": "function",
     "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
@@ -48,7 +59,8 @@ async def probe(engine: Engine, temperature: float) -> Capabilities:
     lacking = await missing(engine, level, answer, processed, temperature)
     if level == "tokens" and lacking:
         level = "logprobs" if answer.logprobs else "text"
-    system = await accepts_messages(engine, [USER, {"role": "assistant", "content": "Yes."}, SYSTEM, USER])
+    system = await accepts_messages(engine, [USER, REPLY, SYSTEM, USER])
+    developer = await accepts_messages(engine, [DEVELOPER, USER])
     tokenizes = await answers(engine, "/tokenize", {"model": engine.model, "messages": [USER]})
     told = await version_path(engine)
     tools = await accepts(engine, {"tools": [TOOL]})
@@ -57,9 +69,12 @@ async def probe(engine: Engine, temperature: float) -> Capabilities:
         f"level {level}" + (f": not tokens, because {'; '.join(lacking)}" if level != "tokens" else ""),
         f"log probabilities are {PROCESSED[processed]}",
         f"a system message in the middle is {'kept' if system else 'sent as a user message in a tag'}",
+        f"a developer message is {'taken' if developer else 'refused'} by the template, and sent as a system message",
+        f"reasoning in the history {await reasoning_kept(engine)}",
         f"tools are {'accepted' if tools else 'refused'}",
         f"the streamed form {otherwise or 'agrees with the unary one'}",
         f"a reply sent back {await echo(engine, answer)}",
+        f"a generation whose client hung up {await after_a_hang_up(engine, request(engine, [USER]))}",
         f"the version of the weights is {'told by ' + told if told else 'what the trainer names when it resumes'}",
     )
     return Capabilities(level, processed, extended, system, tokenizes, told, length, otherwise is None, lines)
@@ -164,6 +179,23 @@ async def stream_differs(engine: Engine, level: str, tools: list[Doc]) -> str | 
         return difference(read_answer(await post(engine, asked)), await streamed(engine, asked))
     except Refused as refused:
         return f"fails: {refused.message}"
+
+
+async def reasoning_kept(engine: Engine) -> str:
+    """By the length of the prompt, which every server tells. Templates keep it in the turn under way at most."""
+    lengths = [await prompt_length(engine, [USER, reply, LOOKED]) for reply in (CALLED, {**CALLED, **THOUGHT})]
+    if None in lengths:
+        return "is refused, or the length of the prompt is not told"
+    return "is kept while the turn goes on" if lengths[0] != lengths[1] else "is left out by the template"
+
+
+async def prompt_length(engine: Engine, messages: list[Doc]) -> int | None:
+    try:
+        usage = object_at(await post(engine, request(engine, messages, tools=[TOOL])), "usage")
+    except Refused:
+        return None
+    found = usage.get("prompt_tokens")
+    return found if isinstance(found, int) else None
 
 
 async def version_path(engine: Engine) -> str | None:

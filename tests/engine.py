@@ -14,6 +14,7 @@ import json
 import re
 import socket
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -32,6 +33,10 @@ START, END, WIDE = 256, 257, 258
 SPECIAL = {"<|im_start|>": START, "<|im_end|>": END, "<|wide|>": WIDE}
 NAMES = {START: "<|im_start|>", END: "<|im_end|>", WIDE: "x" * (1 << 20)}
 """What they decode to. The wide one makes a reply of many megabytes from a few tokens."""
+SPEED = 500
+"""Tokens in a second, where a call is told not to end by itself."""
+PIECE = 16
+"""Characters of text in one chunk of a stream."""
 CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 
 
@@ -102,6 +107,11 @@ class Engine:
     filler: bool = False
     reasoning: bool = False
     """Text up to </think> is reasoning."""
+    metrics: bool = False
+    """/metrics tells how many calls are being worked on."""
+    deaf: bool = False
+    """Generates on for clients that hung up."""
+    working: int = 0
     max_model_len: int = 1 << 20
     version: str | None = None
     """Of the weights; told at /get_weight_version when it is not None."""
@@ -260,8 +270,12 @@ class Engine:
         if fault == "page":
             return Response("<html>welcome</html>", media_type="text/html")
         self.during()
-        if not self.held.is_set() and not await self.wait(http, served):
-            return Response(status_code=499)
+        self.working += 1
+        try:
+            if not await self.wait(http, served):
+                return Response(status_code=499)
+        finally:
+            self.working -= 1
         value = self.completion(served, self.sample(served))
         if not body.get("stream"):
             await asyncio.sleep(self.token_seconds * len(served.sampled_ids))
@@ -330,13 +344,22 @@ class Engine:
         )
 
     async def wait(self, http: Request, served: Served) -> bool:
-        """Until released; False when the client hung up, as vLLM notices it."""
-        while not self.held.is_set():
-            if await http.is_disconnected():
+        """Until released, or for as long as the tokens take; False when the client hung up, as vLLM notices it."""
+        body = served.body
+        done = time.monotonic() + (body["max_completion_tokens"] / SPEED if body.get("ignore_eos") else 0)
+        while not self.held.is_set() or time.monotonic() < done:
+            if not self.deaf and await http.is_disconnected():
                 served.cancelled = True
                 return False
             await asyncio.sleep(0.005)
         return True
+
+    async def told_metrics(self, http: Request) -> Response:
+        if not self.metrics:
+            return error(404, "Not Found")
+        name = "vllm:num_requests_running"
+        text = f'# TYPE {name} gauge\n{name}{{engine="0",model_name="{MODEL}"}} {float(self.working)}\n'
+        return Response(text, media_type="text/plain")
 
     async def tokenize(self, http: Request) -> Response:
         body = json.loads(await http.body())
@@ -354,6 +377,7 @@ class Engine:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/get_weight_version", self.weight_version),
+            Route("/metrics", self.told_metrics),
         ]
         if self.tokenizes:
             routes.append(Route("/tokenize", self.tokenize, methods=["POST"]))

@@ -55,16 +55,17 @@ def npm(program: str) -> str:
     return found
 
 
-def codex(url: str, key: str, home: str) -> Cli:
+def codex(url: str, key: str, home: str, window: int | None = None) -> Cli:
     provider = {"name": "p", "base_url": url, "env_key": "KEY", "wire_api": "responses"}
     inline = ",".join(f"{name}={json.dumps(value)}" for name, value in provider.items())
     command = [package_file("codex_cli_bin", "bin", "codex"), "exec", "--json", "--skip-git-repo-check"]
     command += ["--dangerously-bypass-approvals-and-sandbox", "-m", MODEL, "-c", "model_provider=p"]
     command += ["-c", 'web_search="disabled"', "-c", f"model_providers.p={{{inline}}}"]
+    command += ["-c", f"model_context_window={window}"] if window else []
     return Cli([*command, "Do the task."], {"KEY": key}, {})
 
 
-def claude(url: str, key: str, home: str) -> Cli:
+def claude(url: str, key: str, home: str, window: int | None = None) -> Cli:
     command = [package_file("claude_agent_sdk", "_bundled", "claude"), "-p", "--output-format", "stream-json"]
     command += ["--verbose", "--dangerously-skip-permissions", "--model", MODEL, "Do the task."]
     environment = {
@@ -75,16 +76,18 @@ def claude(url: str, key: str, home: str) -> Cli:
         "DISABLE_AUTOUPDATER": "1",
         "IS_SANDBOX": "1",
     }
+    environment |= {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(window)} if window else {}
     return Cli(command, environment, {})
 
 
-def claude_bare(url: str, key: str, home: str) -> Cli:
-    cli = claude(url, key, home)
+def claude_bare(url: str, key: str, home: str, window: int | None = None) -> Cli:
+    cli = claude(url, key, home, window)
     return Cli([*cli.command[:2], "--bare", *cli.command[2:]], cli.environment, {})
 
 
-def pi(url: str, key: str, home: str) -> Cli:
-    model = {"id": MODEL, "name": MODEL, "reasoning": False, "input": ["text"], "contextWindow": 131072}
+def pi(url: str, key: str, home: str, window: int | None = None) -> Cli:
+    model = {"id": MODEL, "name": MODEL, "reasoning": False, "input": ["text"]}
+    model |= {"contextWindow": window or 131072}
     model |= {"maxTokens": 16384, "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}}
     provider = {"baseUrl": url, "api": "openai-completions", "apiKey": "KEY", "models": [model]}
     command = [npm("pi"), "--mode", "json", "--provider", "p", "--model", MODEL, "-p", "Do the task."]
@@ -92,9 +95,10 @@ def pi(url: str, key: str, home: str) -> Cli:
     return Cli(command, environment, {"pi/models.json": json.dumps({"providers": {"p": provider}})})
 
 
-def opencode(url: str, key: str, home: str) -> Cli:
+def opencode(url: str, key: str, home: str, window: int | None = None) -> Cli:
     options = {"baseURL": url, "apiKey": key}
-    provider = {"npm": "@ai-sdk/openai-compatible", "name": "p", "options": options, "models": {MODEL: {"name": MODEL}}}
+    model: Doc = {"name": MODEL, **({"limit": {"context": window, "output": 8192}} if window else {})}
+    provider = {"npm": "@ai-sdk/openai-compatible", "name": "p", "options": options, "models": {MODEL: model}}
     permission = {"edit": "allow", "bash": "allow", "webfetch": "deny"}
     settings = {"autoupdate": False, "share": "disabled", "provider": {"p": provider}, "permission": permission}
     command = [npm("opencode"), "run", "--pure", "--format", "json", "--model", f"p/{MODEL}", "Do the task."]
@@ -116,12 +120,15 @@ class Case:
     folder: Path
     exit_code: int | None = None
 
-    def run(self, url: str | None = None, options: tuple[str, ...] = (), **budgets: Any) -> None:
+    def run(
+        self, url: str | None = None, options: tuple[str, ...] = (), window: int | None = None, **budgets: Any
+    ) -> None:
+        """The task, to its end; `window` is the context that the CLI believes the model to have."""
         asked = {"rollout_id": self.gateway.rollout, "budgets": budgets}
         opened = self.gateway.control("POST", "/attempts", asked).json()
         home, work = self.folder / "home", self.folder / "work"
         work.mkdir(parents=True)
-        cli = CLIS[self.cli](url or opened["base_url"], opened["api_key"], str(home))
+        cli = CLIS[self.cli](url or opened["base_url"], opened["api_key"], str(home), window)
         for name, text in cli.files.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(text)

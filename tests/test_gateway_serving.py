@@ -165,6 +165,21 @@ def test_a_template_that_wants_the_system_first_gets_a_tag(tmp_path: Path) -> No
         assert {"system_as_user", "developer_as_system"} <= {step["kind"] for step in record.transforms}
 
 
+def test_a_reply_behind_the_whole_items_of_one_that_broke_off_is_another(gateway: Recorder) -> None:
+    """Codex keeps what came through of a broken stream, and what it gets next goes right behind it."""
+    gateway.engine.script = lambda asked: "Let me." + (call_text("bash", command="ls") if lost else "")
+    user = body("responses", tools=True)["input"]
+    lost: Doc = {}
+    lost = gateway.post("responses", body("responses", tools=True)).json()["output"][0]
+    kept = gateway.post("responses", body("responses", tools=True, input=[*user, lost])).json()["output"]
+    result = {"type": "function_call_output", "call_id": kept[1]["call_id"], "output": "a.txt"}
+    gateway.post("responses", body("responses", tools=True, input=[*user, lost, *kept, result]))
+    _, second, third = gateway.engine.served
+    assert [one["content"] for one in third.body["messages"]] == ["Do the task.", "Let me.", "Let me.", "a.txt"]
+    whole = [*second.prompt_ids, *second.sampled_ids]
+    assert third.prompt_ids[: len(whole)] == whole
+
+
 def parts(text: str) -> list[Doc]:
     return [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
 
@@ -523,6 +538,13 @@ def looks(asked: Doc) -> str:
         ({"script": lambda asked: " said ", "drift": True}, "tokens", "breaks the prompt at token"),
         ({"system_anywhere": False}, "tokens", "a user message in a tag"),
         ({"version": "41"}, "tokens", "told by /get_weight_version"),
+        ({}, "tokens", "a developer message is taken"),
+        ({}, "tokens", "reasoning in the history is left out"),
+        ({"reasoning": True}, "tokens", "reasoning in the history is kept"),
+        ({}, "tokens", "a generation whose client hung up is not told"),
+        ({"metrics": True}, "tokens", "a generation whose client hung up stops"),
+        ({"metrics": True, "deaf": True}, "tokens", "a generation whose client hung up goes on"),
+        ({"metrics": True, "working": 1}, "tokens", "could not be told while others use the engine"),
         ({}, "tokens", "the streamed form agrees"),
         ({"script": looks}, "tokens", "the streamed form agrees"),
         ({"script": looks, "streamed_ids": False}, "tokens", "the streamed form is less than the unary one: the"),

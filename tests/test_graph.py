@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -523,6 +524,25 @@ def test_a_labelled_subagent_has_its_own_chain_and_edges_both_ways() -> None:
     assert [row["role"] for row in sequences(graph, {}).rows] == ["subagent", "agent"]
 
 
+def test_a_subagent_in_the_background_is_told_of_in_a_user_message_and_spawned_by_who_named_its_task() -> None:
+    harness = Harness(session="main")
+    spawn = tool_call(json.dumps({"prompt": "look at b.txt and count"}), "task")
+    history = harness.call(START, message("assistant", "", tool_calls=spawn))
+    asked = [*history, message("tool", "launched", tool_call_id="t1")]
+    history = harness.call(
+        asked, message("assistant", "", tool_calls=tool_call('{"for": "all that there is"}', "wait"))
+    )
+    harness.call(
+        [START[0], message("user", "Task: look at b.txt and count")],
+        "b.txt holds 40 words",
+        labels={"session": "sub", "parent": "main"},
+    )
+    harness.call([*history, message("user", "It is done: b.txt holds 40 words")], "done")
+    graph = build(harness.records)
+    assert [(edge.root, edge.call) for edge in graph.spawned_by] == [("c2", "c0")]
+    assert [(edge.subagent_leaf, edge.parent_call) for edge in graph.returns] == [("c2", "c3")]
+
+
 @pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("toolless", [False, True])
 def test_a_compaction_that_the_harness_went_on_with(toolless: bool, labelled: bool) -> None:
@@ -548,6 +568,67 @@ def test_a_compaction_that_the_harness_went_on_with(toolless: bool, labelled: bo
     assert [row["continues"] and row["continues"]["via"] for row in sequences(graph, {}).rows] == [None, "c2"]
 
 
+def test_a_summary_that_comes_back_as_a_first_reply() -> None:
+    """opencode: a toolless call, whose text then stands in the history as if the agent had said it."""
+    harness = Harness(session="s")
+    harness.call([message("system", "make a title"), START[1]], "Counting the lines of a file. " * 5, tools=[])
+    base(harness)
+    harness.call([message("system", "summarise"), message("user", "<conversation>")], SUMMARY, tools=[])
+    begun = [START[0], message("user", "What did we do so far?"), message("assistant", SUMMARY)]
+    harness.call([*begun, message("user", "go on")], "I go on")
+    graph = build(harness.records)
+    assert roles(graph) == ["auxiliary", "agent", "agent", "compaction", "agent"]
+    assert [(edge.root, edge.via, edge.leaf) for edge in graph.continues] == [("c4", "c3", "c2")]
+    assert explain_breaks(graph)[-1].cls == "history_rewritten"
+
+
+def test_a_call_that_is_given_the_last_summary_to_write_the_next_is_no_agent() -> None:
+    """Pi: it is a compaction too, though its prompt begins with what the agent went on with."""
+    harness = Harness()
+    base(harness)
+    ask = message("system", "summarise")
+    harness.call([ask, message("user", "<conversation>")], SUMMARY, tools=[])
+    harness.call([START[0], message("user", f"The summary: {SUMMARY}")], "I go on")
+    harness.call([ask, message("user", f"<previous-summary>{SUMMARY}")], "the next summary " * 9, tools=[])
+    graph = build(harness.records)
+    assert roles(graph) == ["agent", "agent", "compaction", "agent", "compaction"]
+    assert [graph.calls[one].accepted for one in ("c2", "c4")] == [True, False]
+    assert [(edge.root, edge.via, edge.leaf) for edge in graph.continues] == [("c3", "c2", "c1")]
+
+
+def test_a_history_that_breaks_after_its_first_reply_does_not_begin_with_a_summary() -> None:
+    harness = Harness(session="s")
+    harness.call(START, SUMMARY)
+    harness.call([START[0], message("user", "count"), message("assistant", SUMMARY), message("user", "on")], "I go on")
+    graph = build(harness.records)
+    assert roles(graph)[0] == "agent" and not graph.continues
+
+
+@pytest.mark.parametrize(
+    ("texts", "accepted"),
+    [
+        ((f"Before: {SUMMARY}", SUMMARY[::-1]), [True, True]),
+        ((SUMMARY, SUMMARY), [True, True]),
+        ((SUMMARY, "something else " * 20), [True, False]),
+    ],
+    ids=["of two parts", "the same twice", "one for nothing"],
+)
+def test_two_summaries_before_one_new_beginning(texts: tuple[str, str], accepted: list[bool]) -> None:
+    """Pi: of the turns before and of the one under way, or at the end of a turn and again before the next."""
+    harness = Harness()
+    base(harness)
+    for text in texts:
+        harness.call([message("system", "summarise"), message("user", f"<conversation> {text[:1]}")], text, tools=[])
+    used = " --- ".join(text for text, used in zip(texts, accepted, strict=True) if used)
+    history = harness.call([START[0], message("user", f"The summary: {used}")], "I go on")
+    harness.call([*history, message("user", "more")], "done")
+    graph = build(harness.records)
+    assert roles(graph) == ["agent", "agent", "compaction", "compaction", "agent", "agent"]
+    assert [graph.calls[one].accepted for one in ("c2", "c3")] == accepted
+    assert {(edge.root, edge.leaf) for edge in graph.continues} == {("c4", "c1")}
+    assert len(sequences(graph, {}).rows) == 2
+
+
 def test_a_compaction_that_the_harness_rejected_is_never_trained() -> None:
     harness = Harness(session="s")
     history = base(harness)
@@ -565,6 +646,17 @@ def test_a_reply_the_harness_lost_is_discarded() -> None:
     graph = build(harness.records)
     assert roles(graph) == ["discarded", "agent", "agent"]
     assert [[call["call_id"] for call in row["calls"]] for row in sequences(graph, {}).rows] == [["c1", "c2"]]
+
+
+def test_a_lost_reply_that_was_mostly_a_tool_call_is_discarded_and_no_summary() -> None:
+    """Its short text is likely to stand in the prompt somewhere; that is no evidence of anything."""
+    harness = Harness()
+    reply = message("assistant", "a", tool_calls=tool_call(json.dumps({"cmd": "echo " + "b" * 9000})))
+    harness.call(START, reply)
+    history = harness.call(START, reply)
+    harness.call([*history, message("tool", "b", tool_call_id="t1")], "done")
+    graph = build(harness.records)
+    assert roles(graph) == ["discarded", "agent", "agent"] and not graph.continues
 
 
 def test_two_samples_of_one_prompt_both_train() -> None:

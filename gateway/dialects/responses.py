@@ -9,6 +9,7 @@ together again, and a tool that takes free text is a function with one string pa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,8 @@ _KNOWN = (
 )
 _SPECIAL = ("custom", "local_shell")
 """Tools whose calls are items of their own type."""
+_OURS = re.compile(r"(?:msg|rs|call)_([0-9a-f]{24})(?:\d\d)?")
+"""An id that a reply gave to an item or a tool call, and in it the call that it came from."""
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
@@ -114,6 +117,11 @@ def convert(body: dict[str, Any], conversion: Conversion) -> None:
     conversion.ignore_rest(body, *_KNOWN)
 
 
+def _reply_id(given: Any) -> str | None:
+    found = _OURS.fullmatch(str(given))
+    return found[1] if found else None
+
+
 class _Items:
     """Items become messages; what one reply held becomes one assistant message again."""
 
@@ -122,7 +130,7 @@ class _Items:
         self.reply: dict[str, Any] | None = None
         """The assistant message that is being put together."""
         self.reply_id: str | None = None
-        """The gateway's call that its tool calls came from."""
+        """The gateway's call that it came from, as far as the ids of its items tell."""
 
     def take(self, items: list[dict[str, Any]]) -> None:
         for index, item in enumerate(items):
@@ -137,7 +145,7 @@ class _Items:
         role = member(item, "role", str)
         if role == "assistant":
             text = self.conversion.text(item.get("content"), f"{at}/content", _TEXTS, "")
-            self.open("content")["content"] += text
+            self.open("content", item)["content"] += text
             return
         self.reply = None
         text = self.conversion.text(item.get("content"), f"{at}/content", _TEXTS)
@@ -155,20 +163,25 @@ class _Items:
             text = self.conversion.text(shown, f"{at}/content", _TEXTS)
         elif text not in (part.get("text") for part in shown):
             self.conversion.note("reasoning_restored", at, "the encrypted content holds what was sampled", shown, text)
-        self.open("reasoning")["reasoning"] = text
+        self.open("reasoning", item)["reasoning"] = text
 
-    def open(self, part: str) -> dict[str, Any]:
-        """The assistant message that takes this part: a new one when the current is past it."""
+    def open(self, part: str, item: dict[str, Any]) -> dict[str, Any]:
+        """The assistant message that takes this part: a new one when the current is past it, or another reply's.
+
+        Codex keeps the whole items of a reply that broke off, and puts the next reply right behind them.
+        """
+        reply_id = _reply_id(item.get("id"))
         past = self.reply is None or "tool_calls" in self.reply or (part == "reasoning" and self.reply["content"])
-        if past or self.reply is None:
+        if past or self.reply is None or (self.reply_id and reply_id and reply_id != self.reply_id):
             self.reply, self.reply_id = {"role": "assistant", "content": ""}, None
             self.conversion.messages.append(self.reply)
+        self.reply_id = reply_id or self.reply_id
         return self.reply
 
     def call(self, item: dict[str, Any], at: str) -> None:
         called = member(item, "call_id", str)
         made = self.conversion.tool_call(called, *self.named(item), at)
-        reply_id = called[:-2] if self.conversion.original(called) else None
+        reply_id = _reply_id(called)
         if self.reply is None or (self.reply_id and reply_id != self.reply_id):
             self.reply, self.reply_id = {"role": "assistant", "content": ""}, None
             self.conversion.messages.append(self.reply)
