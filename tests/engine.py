@@ -35,8 +35,6 @@ NAMES = {START: "<|im_start|>", END: "<|im_end|>", WIDE: "x" * (1 << 20)}
 """What they decode to. The wide one makes a reply of many megabytes from a few tokens."""
 SPEED = 500
 """Tokens in a second, where a call is told not to end by itself."""
-PIECE = 16
-"""Characters of text in one chunk of a stream."""
 CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 
 
