@@ -69,8 +69,8 @@ class Capabilities:
     level: str = "text"
     processed: bool | None = None
     """Whether log probabilities are after temperature; None when that could not be told."""
-    extended: bool = False
-    """Takes sampling settings beyond OpenAI's: top_k, min_p, repetition_penalty."""
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    """The sampling settings beyond OpenAI's that it takes, each with the value that does nothing."""
     system_anywhere: bool = False
     tokenizes: bool = False
     reports_version: str | None = None
@@ -261,7 +261,7 @@ def object_at(holder: Mapping[str, Any], name: str) -> Doc:
 
 
 def read_answer(value: Doc) -> Answer:
-    """The answer in a chat completion of vLLM's shape; what is missing there is None here."""
+    """The answer in a chat completion of vLLM's or SGLang's shape; what is missing there is None here."""
     choices = value.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise Refused(502, "the engine's answer does not hold one choice", "engine_malformed")
@@ -269,11 +269,11 @@ def read_answer(value: Doc) -> Answer:
     message = object_at(choice, "message")
     if not well_formed(message):
         raise Refused(502, "the engine's answer holds a message that is none of chat completions", "engine_malformed")
-    prompt_ids, (sampled, logprobs, findings) = ids_of(value.get("prompt_token_ids")), sampled_of(choice)
+    prompt_ids, (sampled, logprobs, findings) = prompt_ids_of(value), sampled_of(choice)
     return Answer(
         message=message,
         finish_reason=choice.get("finish_reason"),
-        stop_reason=choice.get("stop_reason"),
+        stop_reason=choice.get("stop_reason", choice.get("matched_stop")),
         prompt_ids=prompt_ids,
         sampled_ids=sampled,
         logprobs=logprobs,
@@ -294,8 +294,12 @@ def well_formed(message: Doc) -> bool:
     return all(isinstance(one.get(name), str) for one in functions for name in ("name", "arguments"))
 
 
-def ids_of(value: Any) -> list[int] | None:
-    return value if isinstance(value, list) and value else None
+def prompt_ids_of(value: Doc) -> list[int] | None:
+    """vLLM has them beside the choices, SGLang in each."""
+    choices = value.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    found = value.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    return found if isinstance(found, list) and found else None
 
 
 def sampled_of(choice: Doc) -> tuple[list[int] | None, list[float | None] | None, list[Finding]]:

@@ -13,9 +13,19 @@ from typing import Any
 
 from gateway.agreement import difference, faults
 from gateway.call import Refused
-from gateway.engine import CAPTURES, UNREACHABLE, Answer, Capabilities, Engine, object_at, read_answer, version_in
+from gateway.engine import (
+    CAPTURES,
+    UNREACHABLE,
+    Answer,
+    Capabilities,
+    Engine,
+    object_at,
+    prompt_ids_of,
+    read_answer,
+    version_in,
+)
 from gateway.hangup import after_a_hang_up
-from gateway.prompt import NEUTRAL_EXTENDED
+from gateway.prompt import EXTENDED
 from gateway.streaming import streamed
 
 Doc = dict[str, Any]
@@ -53,7 +63,7 @@ async def probe(engine: Engine, temperature: float) -> Capabilities:
     """What the engine can do when it is sampled at `temperature`."""
     engine.url, models = await base_url(engine)
     length = max_model_len(models, engine.model)
-    extended = await accepts(engine, NEUTRAL_EXTENDED)
+    neutral = await neutral_settings(engine)
     level, answer = await capture_level(engine)
     processed = await is_processed(engine) if level != "text" else None
     lacking = await missing(engine, level, answer, processed, temperature)
@@ -77,7 +87,7 @@ async def probe(engine: Engine, temperature: float) -> Capabilities:
         f"a generation whose client hung up {await after_a_hang_up(engine, request(engine, [USER]))}",
         f"the version of the weights is {'told by ' + told if told else 'what the trainer names when it resumes'}",
     )
-    return Capabilities(level, processed, extended, system, tokenizes, told, length, otherwise is None, lines)
+    return Capabilities(level, processed, neutral, system, tokenizes, told, length, otherwise is None, lines)
 
 
 PROCESSED = {True: "after temperature", False: "before temperature (raw)", None: "absent or not comparable"}
@@ -100,6 +110,14 @@ async def base_url(engine: Engine) -> tuple[str, list[Any]]:
             return url, value["data"]
         problem = f"status {status}"
     raise ProbeFailed(f"{engine.url}/models answers {problem}: is it the base URL of an OpenAI-compatible server?")
+
+
+async def neutral_settings(engine: Engine) -> Doc:
+    """The settings beyond OpenAI's as the engine takes them; {} when it takes none."""
+    for members in EXTENDED:
+        if await accepts(engine, members):
+            return members
+    return {}
 
 
 def max_model_len(models: list[Any], name: str) -> int | None:
@@ -162,7 +180,7 @@ async def echo(engine: Engine, first: Answer) -> str:
         second = await post(engine, request(engine, [USER, reply, USER], **CAPTURES["tokens"]))
     except Refused:
         return "is refused"
-    before, after = [*first.prompt_ids, *first.sampled_ids], second.get("prompt_token_ids") or []
+    before, after = [*first.prompt_ids, *first.sampled_ids], prompt_ids_of(second) or []
     common = next(
         (n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
     )

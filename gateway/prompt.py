@@ -18,8 +18,8 @@ from gateway.engine import CAPTURES, Capabilities
 Doc = dict[str, Any]
 
 NEUTRAL: Doc = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-NEUTRAL_EXTENDED: Doc = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-EXTENDED = tuple(NEUTRAL_EXTENDED)
+EXTENDED: tuple[Doc, ...] = tuple({"top_k": off, "min_p": 0.0, "repetition_penalty": 1.0} for off in (0, -1))
+"""Beyond OpenAI's, with all the spellings of a top_k that is off: SGLang refuses 0."""
 TAGS = ("<system>\n", "\n</system>")
 """Around a system message that a template does not take where it stands."""
 
@@ -119,9 +119,9 @@ def constraint(found: Conversion, purpose: str, findings: list[Any]) -> Doc:
 def sampling(found: Conversion, purpose: str, policy: Policy, capabilities: Capabilities, findings: list[Any]) -> Doc:
     stop = {"stop": found.sampling["stop"]} if found.sampling.get("stop") else {}
     if purpose != "train":
-        asked = {name: v for name, v in found.sampling.items() if capabilities.extended or name not in EXTENDED}
+        asked = {name: v for name, v in found.sampling.items() if capabilities.neutral or name not in EXTENDED[0]}
         return asked | stop
-    pinned = {"temperature": policy.temperature, **NEUTRAL, **(NEUTRAL_EXTENDED if capabilities.extended else {})}
+    pinned = {"temperature": policy.temperature, **NEUTRAL, **capabilities.neutral}
     changed = [name for name, value in found.sampling.items() if name != "stop" and pinned.get(name) != value]
     if changed:
         detail = f"asked for otherwise, and pinned: {', '.join(changed)}"

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.call import Kind, Piece, Refused, Tool
-from gateway.engine import Answer, Doc, Engine, object_at, read_answer, whole
+from gateway.engine import Answer, Doc, Engine, object_at, prompt_ids_of, read_answer, whole
 from gateway.record import Finding
 
 ORDER: tuple[Kind, ...] = ("reasoning", "text", "call")
@@ -111,13 +111,14 @@ class Assembly:
 
     @property
     def prompt_ids(self) -> list[int] | None:
-        found = self.value.get("prompt_token_ids")
-        return found if isinstance(found, list) and found else None
+        return prompt_ids_of(self.value)
 
     def take(self, chunk: Doc) -> Iterator[Piece]:
-        for name in ("prompt_token_ids", "usage", "weight_versions"):
+        for name in ("usage", "weight_versions"):
             if chunk.get(name) is not None:
                 self.value[name] = chunk[name]
+        if (prompt_ids := prompt_ids_of(chunk)) is not None:
+            self.value["prompt_token_ids"] = prompt_ids
         choices = chunk.get("choices")
         if not isinstance(choices, list) or len(choices) > 1 or not all(isinstance(one, dict) for one in choices):
             raise malformed("a chunk that does not hold one choice")

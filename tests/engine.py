@@ -95,6 +95,8 @@ class Engine:
     """Log probabilities before temperature."""
     old: bool = False
     """Refuses members that OpenAI does not have."""
+    sglang: bool = False
+    """Prompt ids within the choice and none in streams; a top_k of 0 is refused, as SGLang does."""
     drift: bool = False
     """Assistant text is rendered without its spaces at the ends, and calls with other ones."""
     system_anywhere: bool = True
@@ -168,6 +170,10 @@ class Engine:
         roles = [message["role"] for message in body["messages"]]
         if not self.system_anywhere and "system" in roles[1:]:
             return "System message must be at the beginning."
+        if self.sglang and body.get("top_k") == 0:
+            return "top_k must be -1 (disable) or at least 1, got 0."
+        if self.sglang and body.get("stream") and body.get("return_token_ids"):
+            return "return_token_ids is not supported with streaming on /v1/chat/completions."
         known = {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "n", "logprobs", "stop"}
         known |= {"top_logprobs", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"}
         odd = set(body) - known - {"max_tokens", "max_completion_tokens", "response_format"}
@@ -207,7 +213,8 @@ class Engine:
         if self.logprobs and body.get("logprobs"):
             choice["logprobs"] = {"content": self.logprob_content(served)}
         if self.ids and body.get("return_token_ids"):
-            value["prompt_token_ids"], choice["token_ids"] = served.prompt_ids, ids
+            choice["token_ids"] = ids
+            (choice if self.sglang else value)["prompt_token_ids"] = served.prompt_ids
         if self.spans is not None:
             value["weight_versions"] = self.spans
         return value

@@ -538,6 +538,8 @@ def looks(asked: Doc) -> str:
         ({"script": lambda asked: " said ", "drift": True}, "tokens", "breaks the prompt at token"),
         ({"system_anywhere": False}, "tokens", "a user message in a tag"),
         ({"version": "41"}, "tokens", "told by /get_weight_version"),
+        ({"sglang": True}, "tokens", "the streamed form fails: the engine answered 400: return_token_ids"),
+        ({"sglang": True, "script": lambda asked: " said "}, "tokens", "extends the prompt"),
         ({}, "tokens", "a developer message is taken"),
         ({}, "tokens", "reasoning in the history is left out"),
         ({"reasoning": True}, "tokens", "reasoning in the history is kept"),
@@ -560,6 +562,17 @@ def test_the_probe_says_plainly_what_the_engine_can(tmp_path: Path, switches: Do
         assert gateway.post("chat", body("chat")).status_code == 200
         (record,) = gateway.trace().calls.values()
         assert record.level == level and (record.fatal is None) == (level == "tokens")
+
+
+@pytest.mark.parametrize(("switches", "off"), [({}, 0), ({"sglang": True}, -1)])
+def test_a_call_is_recorded_whole_from_both_engines(tmp_path: Path, switches: Doc, off: int) -> None:
+    """Where an engine puts its ids, and how it spells a top_k that is off, is found out."""
+    with engine(**switches) as model, recorder(model, tmp_path) as gateway:
+        gateway.post("chat", body("chat"))
+        (record,), (served,) = gateway.trace().calls.values(), model.served
+        assert record.prompt_ids and list(record.prompt_ids.tail) == served.prompt_ids
+        assert (record.sampled_ids, record.logprobs) == (served.sampled_ids, served.logprobs)
+        assert record.sampling_applied["top_k"] == served.body["top_k"] == off and record.fatal is None
 
 
 @pytest.mark.parametrize("switches", [{"ids": False}, {"old": True}, {"raw": True, "temperature": "0.7"}], ids=str)
