@@ -37,6 +37,8 @@ class Feed:
         self.shown = 0
         """How many of the pieces a client may have before the reply is durable."""
         self.calls = 0
+        self.opening = ""
+        """What the arguments of the first call begin with."""
         self.waiting: asyncio.Future[None] | None = None
 
     @property
@@ -50,10 +52,16 @@ class Feed:
     def add(self, piece: Piece) -> None:
         self.pieces.append(piece)
         self.calls += piece.tool is not None
-        completes = piece.kind == "call" and piece.text.rstrip().endswith("}")
-        if self.calls < 2 and not completes:  # if arguments go on after a brace, it did not complete them
+        if self.calls < 2 and not self.completes(piece):
             self.shown = len(self.pieces)
             self.wake()
+
+    def completes(self, piece: Piece) -> bool:
+        """Whether the first call may be complete with it. If an object goes on after a brace, it was not."""
+        if piece.kind != "call":
+            return False
+        self.opening = self.opening or piece.text.lstrip()[:1]
+        return self.opening not in ("", "{") or piece.text.rstrip().endswith("}")
 
     def change(self) -> asyncio.Future[None]:
         """Done when there is more to show."""

@@ -88,6 +88,7 @@ CASES = {
     "custom tool": Case(call_text("apply_patch", input='*** Begin\n"ä" {}\n'), {"tools": CUSTOM}),
     "custom tool, no string": Case(call_text("apply_patch", input=5), {"tools": CUSTOM}),
     "truncated": Case(TEXT, 9),
+    "truncated in a call": Case(ONE, 50),
     "truncated in a character": Case(TEXT, 4),
 }
 

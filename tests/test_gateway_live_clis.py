@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engine import engine
 from recorded import Doc, Recorder, another, recorder
-from test_gateway_matrix import Case, command, results, works
+from test_gateway_matrix import SLOW, Case, command, npm, results, side, works
 
 
 @pytest.fixture(scope="module")
@@ -18,15 +18,17 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
         yield gateway
 
 
-@pytest.mark.parametrize("cli", ["codex", "claude"])
+@pytest.mark.parametrize("cli", ["codex", "claude", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_turn(shared: Recorder, tmp_path: Path, cli: str) -> None:
+    if cli in SLOW:
+        npm(cli)
     case = Case(another(shared), cli, tmp_path)
     case.gateway.engine.script = works
     case.run()
     assert case.made == ["made1"] and case.said("All is done.")
     assert case.chains(case.graph()) == [2]
     streamed = [served.body["stream"] for served in case.gateway.engine.served]
-    assert all(streamed) and len(streamed) == 2
+    assert all(streamed) and len(streamed) == 2 + len(side(cli))
 
 
 @pytest.mark.parametrize("cli", ["codex", "claude"])

@@ -127,7 +127,8 @@ CALL = Piece("call", "", BASH)
         ([CALL, Piece("call", '{"a'), Piece("call", '": 1')], [1, 2, 3]),
         ([CALL, Piece("call", '{"a": "}'), Piece("call", '"'), Piece("call", "} \n")], [1, 1, 3, 3]),
         ([CALL, Piece("call", "{}"), CALL, Piece("call", '{"a')], [1, 1, 1, 1]),
-        ([CALL, Piece("call", "[1]"), CALL, Piece("call", '{"a')], [1, 2, 2, 2]),
+        ([CALL, Piece("call", " "), Piece("call", "[1"), Piece("call", "]")], [1, 2, 2, 2]),
+        ([CALL, Piece("call", "tr"), Piece("call", "ue")], [1, 1, 1]),
     ],
     ids=str,
 )
