@@ -23,6 +23,7 @@ import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal, TypedDict
 
 SCHEMA = "call/1"
@@ -58,6 +59,11 @@ class Delta:
     tail: list[Any]
     base_call: str | None = None
     keep: int = 0
+
+    @cached_property
+    def packed(self) -> bytes | None:
+        """The tail as `pack` gives it."""
+        return pack(self.tail)
 
     def as_json(self) -> Doc:
         return {"base_call": self.base_call, "keep": self.keep, "tail": self.tail}
@@ -192,7 +198,7 @@ def measured_findings(record: CallRecord) -> list[Finding]:
     if sampled is None or logprobs is None:
         add("fatal", "no_logprobs", "the engine gave no sampled ids or no log probabilities")
         return found
-    if (record.prompt_ids and pack(record.prompt_ids.tail) is None) or pack(sampled) is None:
+    if (record.prompt_ids and record.prompt_ids.packed is None) or pack(sampled) is None:
         add("fatal", "invalid_token_id", "a token id is not an integer between 0 and 2^32")
     if len(sampled) != len(logprobs):
         add("fatal", "logprob_misaligned", f"{len(logprobs)} log probabilities for {len(sampled)} tokens")

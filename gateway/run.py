@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import resource
 import socket
 import sys
@@ -52,6 +53,8 @@ class Run:
                 calls = Calls(engine, attempts, Weights(engine), policy, options.retry_grace, options.live)
                 served = application(RecordingGateway(engine, attempts, calls))
                 controlled = Control(calls, attempts, self.admin_key, self.url).application()
+                # What is loaded by now stays. A full collection that looks at it would hold up every call in flight.
+                gc.freeze()
                 ready()
                 await serve([(served, listener), (controlled, control)], options.exit_with_stdin)
         finally:

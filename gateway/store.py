@@ -329,7 +329,7 @@ class AttemptLog:
         tools = self._tools.shorten(record.tools.tail, call_id)
         prompt = record.prompt_ids
         sampled = None if record.sampled_ids is None else list(record.sampled_ids)
-        if prompt and (ids := pack(prompt.tail)) is not None:
+        if prompt and (ids := prompt.packed) is not None:
             known, start = self._latest
             if not ids.startswith(known):
                 known, start = b"", self._ids.root
