@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What traces cost: writing, reading, the graph and the rows of one long conversation. No server, no network.
+"""What the gateway costs: calls beside a pass-through and LiteLLM's proxy (bench/serving.py), then traces.
 
-    python3 bench/gateway.py [--size CALLS:TOKENS ...] [--folder DIR]
+    python3 bench/gateway.py [--calls N] [--litellm PATH-OF-ITS-PROGRAM] [--size CALLS:TOKENS ...] [--folder DIR]
 
-For each size (default 300 calls up to 92,000 tokens of context, 1,000 up to 100,000): the store's time per call, p50
-and p95 in ms, once with the disk of --folder and once in memory (/dev/shm), where only Python's part is left; bytes per
-call in the log, beside what the calls would take whole; seconds to read the log, to build the graph, to reopen the log,
-to make the rows, and to explain a trace in which every tenth call broke off. Memory is the process's peak.
+Traces are of one long conversation, without server and network. For each size (default 300 calls up to 92,000 tokens of
+context, 1,000 up to 100,000): the store's time per call, p50 and p95 in ms, once with the disk of --folder and once in
+memory (/dev/shm), where only Python's part is left; bytes per call in the log, beside what the calls would take whole;
+seconds to read the log, to build the graph, to reopen the log, to make the rows, and to explain a trace in which every
+tenth call broke off. Memory is the process's peak.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).parents[1])  # not this folder, where `gateway` would be this file
 
+from bench import serving  # noqa: E402
 from gateway.breaks import explain_breaks  # noqa: E402
 from gateway.graph import build  # noqa: E402
 from gateway.record import CallRecord, Delta, dump  # noqa: E402
@@ -122,7 +124,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=size, action="append", metavar="CALLS:TOKENS")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    serving.options(parser)
     options = parser.parse_args()
+    serving.run(options.calls, options.litellm)
+    print()
     for calls, tokens in options.size or [(300, 92_000), (1_000, 100_000)]:
         measure(calls, tokens, options.folder)
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")

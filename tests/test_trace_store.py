@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable
@@ -264,6 +265,41 @@ def test_known_secrets_do_not_reach_the_disk(tmp_path: Path, spelling: Callable[
         log.close()
         core_of_text = text[len(before) + 3 : len(before) + 3 + 12]
         assert (core_of_text in log.path.read_text()) != hidden
+
+
+@pytest.mark.parametrize("secret", ['with "quotes"', "back\\slash-", "ümlaut-key"])
+def test_a_secret_that_json_spells_otherwise_is_found(tmp_path: Path, secret: str) -> None:
+    harness = Harness()
+    harness.call([message("user", f"{secret}!")], "x")
+    log = Store(tmp_path, [secret]).open("r")
+    stored = log.reply(replace(harness.records[0], state="reply"))
+    log.undelivered(stored.call_id, f"because of {secret}")
+    (call,) = read(log.path).calls.values()
+    assert call.messages.tail[0]["content"] == "[secret]!" and call.evidence == "because of [secret]"
+    assert (call.sampled_ids, call.logprobs) == (harness.records[0].sampled_ids, harness.records[0].logprobs)
+
+
+def test_a_delivery_is_noted_at_once_unless_that_would_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = conversation(2)
+    log = Store(tmp_path).open("r")
+    log.reply(replace(one, state="reply"))
+    syncing, go_on, sync = threading.Event(), threading.Event(), os.fdatasync
+
+    def slow(descriptor: int) -> None:
+        syncing.set()
+        assert go_on.wait(20)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    thread = threading.Thread(target=log.reply, args=(replace(other, state="reply"),))
+    thread.start()
+    assert syncing.wait(20) and not log.delivered_at_once(one.call_id, 1.0)
+    go_on.set()
+    thread.join()
+    assert log.delivered_at_once(one.call_id, 1.0)
+    assert [call.state for call in read(log.path).calls.values()] == ["delivered", "reply"]
 
 
 # Kills, torn lines, damage, a full disk
