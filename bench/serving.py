@@ -6,12 +6,13 @@
 Each server is a process of its own before one scripted engine (tests/engine.py). In turns, round by round, so that a
 busy machine is busy for all: the engine directly, two starlette applications that pass bytes on (with httpx and with
 aiohttp, which the gateway uses), the gateway, a second one with its traces in memory (/dev/shm), which tells what the
-disk costs, and `litellm` where it is given. All are sent the same bytes, which ask
-for token ids and log probabilities as the gateway must, so that the engine does the same for each. Printed: p50 and p95
-in ms and calls per second at 1 and 64 in flight, streamed and not, and deep in a rollout; what each adds at the median,
-and how many times what the first pass-through adds. A call has 1,000 prompt tokens and 100 sampled ones; a deep one has
-100 turns of 92,000 tokens in all, and each extends the one before. The traces lie on the disk of the temporary folder:
-the gateway waits for it once per call.
+disk costs, and `litellm` where it is given. All are sent the same bytes, which ask for token ids and log probabilities
+as the gateway must, so that the engine does the same for each; but of a streamed call the gateway asks the engine for
+the whole reply, which costs that one less than its chunks. Printed: p50 and p95 in ms and calls per second at 1 and 64
+in flight, streamed and not, and deep in a rollout; what each adds at the median, and how many times what the first
+pass-through adds. A call has 1,000 prompt tokens and 100 sampled ones; a deep one has 100 turns of 92,000 tokens in
+all, and each extends the one before. The traces lie on the disk of the temporary folder: the gateway waits for it once
+per call.
 """
 
 from __future__ import annotations
