@@ -176,13 +176,18 @@ class Calls:
     def leave(self, exchange: Exchange) -> None:
         """The client hung up before it had the reply."""
         exchange.connected = False
+        exchange.task.add_done_callback(lambda _: self.unclaimed(exchange))  # called also when it is done already
         if exchange.task.done():
-            if not exchange.failed:
-                self.later(self.attempts.off_loop(exchange.attempt.log.undelivered, exchange.id, "client hung up"))
-        elif self.grace_s > 0:
+            return
+        if self.grace_s > 0:
             asyncio.get_running_loop().call_later(self.grace_s, self.give_up, exchange)
         else:
             self.give_up(exchange)
+
+    def unclaimed(self, exchange: Exchange) -> None:
+        """The reply is there; unless a resend came for it meanwhile, nobody takes it."""
+        if not (exchange.connected or exchange.delivered or exchange.failed):
+            self.later(self.attempts.off_loop(exchange.attempt.log.undelivered, exchange.id, "client hung up"))
 
     def give_up(self, exchange: Exchange) -> None:
         if not exchange.connected:

@@ -27,6 +27,7 @@ from gateway.dialects.events import Events
 from gateway.dialects.wire import dump, refusal_headers
 
 KEEPALIVE_SECONDS = 10.0
+LOST_SECONDS = 1.0
 KEEPALIVE = b": keepalive\n\n"
 
 
@@ -61,9 +62,11 @@ class Delivery(Response):
                 self.calls.deliver(self.exchange)
                 return
         finally:
-            self.gone.cancel()
             if not self.exchange.delivered:
                 self.calls.leave(self.exchange)
+            if self.lost:  # uvicorn is told a moment later than the transport, and would complain of half a reply
+                await asyncio.wait({self.gone}, timeout=LOST_SECONDS)
+            self.gone.cancel()
 
     @property
     def lost(self) -> bool:

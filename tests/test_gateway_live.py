@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -317,6 +319,38 @@ def test_a_client_that_hangs_up_after_any_event(strict: Recorder, dialect: str) 
     assert events == BEGUN[dialect] + OPENED[dialect] + chunks - 2 < len(events_of(whole))
     model.some = None
     assert [record.sampled_ids is None for record in gateway.trace().calls.values()] == [False, *[True] * chunks]
+    assert "ASGI" not in gateway.said()
+
+
+def test_a_reply_that_is_ready_after_its_client_left_is_undelivered(strict: Recorder, dialect: str) -> None:
+    """The gateway stands still while the client leaves and the engine ends, so that it learns of both at once."""
+    gateway = another(strict)
+    model = gateway.engine
+    model.script = lambda asked: "One, two, three, four."
+    for number in range(10):
+        model.some = 2
+        with raw(gateway, dialect, body(dialect, str(number), stream=True)) as connection:
+            read_events(connection, BEGUN[dialect] + OPENED[dialect] + 1)
+            gateway.process.send_signal(signal.SIGSTOP)
+        model.some = None
+        until(lambda: model.served[-1].ended)
+        gateway.process.send_signal(signal.SIGCONT)
+        until(lambda number=number: len(gateway.states()) == number + 1 and "reply" not in gateway.states())
+
+
+def test_clients_that_leave_a_busy_gateway_are_no_news(gateway: Recorder) -> None:
+    """It then often learns by a write that failed, and must not take that for a fault of its own."""
+    gateway.engine.token_seconds, gateway.engine.chunk_tokens = 0.001, 1
+    gateway.engine.script = lambda asked: "word " * 60
+    with ThreadPoolExecutor(24) as pool:
+        list(pool.map(lambda number: leave_early(gateway, number), range(96)))
+    until(lambda: len(gateway.states()) == 96)
+    assert "ASGI" not in gateway.said()
+
+
+def leave_early(gateway: Recorder, number: int) -> None:
+    with Reader(gateway, "chat", body("chat", str(number), stream=True)) as reader:
+        reader.until(lambda text: len(text) > 100 * number)
 
 
 def clients(gateway: Recorder) -> int:
