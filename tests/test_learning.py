@@ -12,9 +12,9 @@ pytest.importorskip(
     "vl_convert", reason="vl-convert-python is not installed: pip install -r .ci/requirements-torch.txt"
 )
 
+from clis import npm
 from learning import draw, learn
 from policy import BOUND
-from test_gateway_matrix import npm
 
 
 @pytest.mark.slow
