@@ -42,7 +42,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from gateway.dialects import chat
-from gateway.prompt import NEUTRAL, NEUTRAL_EXTENDED
+from gateway.prompt import EXTENDED, NEUTRAL
 from gateway.scripted import run_script
 
 ROOT = Path(__file__).parents[1]
@@ -154,7 +154,7 @@ class TorchEngine(Engine):
         return super().turn({**message, "tool_calls": spelled})
 
     def refusal(self, body: Doc) -> str | None:
-        odd = [name for name, value in (NEUTRAL | NEUTRAL_EXTENDED).items() if body.get(name, value) != value]
+        odd = [name for name, value in (NEUTRAL | EXTENDED[0]).items() if body.get(name, value) != value]
         odd += [name for name in ("response_format", "stop", "logit_bias", "stream") if body.get(name)]
         odd += ["temperature of 0"] if body.get("temperature") == 0 else []
         return f"this engine has no {', '.join(odd)}" if odd else None
