@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,25 +100,23 @@ def asked(dialect: str, case: Case, **more: Any) -> Doc:
     return body(dialect, stream=True, tools=True, **more) | members
 
 
-@pytest.mark.parametrize("tokens", [1, 7], ids=lambda count: f"{count} tokens a chunk")
-@pytest.mark.parametrize("name", CASES)
-def test_live_and_replayed_are_the_same(
-    gateway: Recorder, replaying: Recorder, dialect: str, name: str, tokens: int
-) -> None:
-    case, other = CASES[name], another(replaying)
-    if "custom" in name and dialect != "responses":
-        pytest.skip("only Responses has tools that take free text")
-    model = gateway.engine
-    model.script, model.reasoning, model.chunk_tokens = lambda body: case.said, True, tokens
-    finals, records = [], []
-    for one in (gateway, other):
-        finals.append(final(one, dialect, asked(dialect, case)))
+# Only Responses has tools that take free text.
+PAIRS = [(dialect, name) for dialect in PATHS for name in CASES if "custom" not in name or dialect == "responses"]
+
+
+@pytest.mark.parametrize(("dialect", "name"), PAIRS)
+def test_live_and_replayed_are_the_same(gateway: Recorder, replaying: Recorder, dialect: str, name: str) -> None:
+    """A token a chunk, seven of them, and the whole reply at once."""
+    case, model = CASES[name], gateway.engine
+    found = []
+    for one, tokens in ((gateway, 1), (replace(gateway, rollout=f"{gateway.rollout}-7"), 7), (another(replaying), 7)):
+        model.script, model.reasoning, model.chunk_tokens = lambda body: case.said, True, tokens
+        message = final(one, dialect, asked(dialect, case))
         until(lambda one=one: one.states() == ["delivered"])
         (record,) = one.trace().calls.values()
-        records.append(record)
-    assert named(finals[0], records[0]) == named(finals[1], records[1])
-    assert told(records[0]) == told(records[1]) and records[0].fatal is None
-    assert [served.body["stream"] for served in model.served] == [True, False]
+        found.append((named(message, record), told(record)))
+        assert record.fatal is None and model.served[-1].body["stream"] == (len(found) < 3)
+    assert found[0] == found[1] == found[2]
 
 
 def final(gateway: Recorder, dialect: str, request: Any) -> Doc:
