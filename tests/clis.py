@@ -211,6 +211,8 @@ class Case:
 def graph_of(gateway: Recorder, asked: list[Asked]) -> Graph:
     """Of what was delivered in the end; checked for what holds in every cell."""
     until(lambda: "reply" not in gateway.states())
+    again = [one for number, one in enumerate(asked) if one.status == 200 and resent(one, asked[:number])]
+    until(lambda: sum(record.resends for record in gateway.trace().calls.values()) >= len(again))
     graph = build(gateway.trace().calls.values())
     assert not [found for found in explain_breaks(graph) if found.caused_by == "gateway"]
     trained = sum(weight for row in sequences(graph, {}).rows for weight in row["weights"])
@@ -220,6 +222,10 @@ def graph_of(gateway: Recorder, asked: list[Asked]) -> Graph:
         if one.call_id in graph.calls:
             assert len(graph.tools(one.call_id)) == offered(one.body), "a tool was lost"
     return graph
+
+
+def resent(one: Asked, before: list[Asked]) -> bool:
+    return any(other.dropped and other.body == one.body for other in before)
 
 
 def offered(body: Doc) -> int:
