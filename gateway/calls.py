@@ -332,7 +332,12 @@ class Calls:
 
     async def keep(self, exchange: Exchange, record: CallRecord) -> None:
         exchange.answered = True
-        exchange.record = await asyncio.shield(self.attempts.off_loop(exchange.attempt.log.reply, record))
+        log = exchange.attempt.log
+        stored = await asyncio.shield(self.attempts.off_loop(log.reply, record))
+        resends = exchange.record.resends
+        exchange.record = replace(stored, resends=resends)
+        if resends != stored.resends:  # it came again while the reply was on its way to the disk
+            self.later(self.attempts.off_loop(log.resent, exchange.id, resends))
 
     async def failed(self, exchange: Exchange, why: str) -> None:
         await self.keep(exchange, exchange.done(state="failed", evidence=why))

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from conftest import until
-from engine import engine
+from engine import MODEL, Engine, engine
 from recorded import PATHS, Doc, Recorder, another, body, raw, recorder
+
+from gateway import engine as inference
+from gateway.attempts import Attempts, Budgets
+from gateway.calls import Calls
+from gateway.dialects import chat
+from gateway.prompt import Policy
+from gateway.store import Store
+from gateway.weights import Weights
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +177,28 @@ def test_a_resend_after_a_restart_gets_the_stored_reply(tmp_path: Path, dialect:
             assert second.post(dialect, body(dialect)).status_code == 200
             assert not model.served
             until(lambda: second.states() == ["delivered"])
+
+
+def test_a_resend_while_the_reply_is_on_its_way_to_the_disk_is_counted(tmp_path: Path) -> None:
+    """The disk is held: its only thread waits, and the reply behind it."""
+    disk_free = threading.Event()
+
+    async def resend(model: Engine, disk: ThreadPoolExecutor) -> int:
+        upstream, asked = inference.Engine(model.url, MODEL), body("chat")
+        attempts = Attempts(Store(tmp_path), "run-key-0", [], "eval", Budgets(), disk)
+        attempt, _ = await attempts.open("r", 1, "eval", Budgets(), 60, {})
+        calls = Calls(upstream, attempts, Weights(upstream), Policy(), 3)
+        disk.submit(disk_free.wait)
+        exchange = calls.begin(attempt, chat, chat.parse(asked), asked, "digest", {}, chat.PATH)
+        while not exchange.answered:
+            await asyncio.sleep(0.005)
+        calls.leave(exchange)
+        calls.join(exchange)
+        disk_free.set()
+        await exchange.task
+        await asyncio.gather(*calls.background)
+        await upstream.close()
+        return attempt.log.trace.calls[exchange.id].resends
+
+    with engine() as model, ThreadPoolExecutor(1) as disk:
+        assert asyncio.run(resend(model, disk)) == 1
