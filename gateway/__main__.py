@@ -53,6 +53,10 @@ OMIT_HELP = """\
 leave out a tool, by its name or its type, that the engine cannot express, instead of refusing the call;
 every such call is marked"""
 
+TOKEN_IN_HELP = """\
+prompt a call that goes on from an earlier reply with the ids that were sampled, where the engine's own rendering shows
+that they fit; needs `vllm serve --enable-scale-out`"""
+
 CONTEXT_HELP = """\
 when a prompt is too long: stop (the harness is told to stop; default), or native_error (the error of
 its own dialect, so that it may compact)"""
@@ -135,6 +139,7 @@ def add_recording(add: Callable[..., Any]) -> None:
     )
     add("--template-kwargs", type=json_object, default={}, metavar="JSON", help="chat_template_kwargs of every call")
     add("--live", action="store_true", help=LIVE_HELP)
+    add("--token-in", action="store_true", help=TOKEN_IN_HELP)
     add("--omit-tool", action="append", default=[], metavar="NAME", help=OMIT_HELP)
     add("--max-calls", type=positive, metavar="N", help="engine calls of an attempt; then the harness is told to stop")
     add("--max-sampled-tokens", type=positive, metavar="N", help="tokens an attempt may sample")
@@ -191,9 +196,13 @@ def check(options: argparse.Namespace) -> None:
     if options.upstream is None:
         if options.model or options.traces:
             raise CannotStart("--model and --traces go with --upstream URL, the engine whose calls are recorded")
+        if options.token_in:
+            raise CannotStart("--token-in goes with --upstream URL: the scripted policies have no token ids")
         return
     if not options.model or options.traces is None:
         raise CannotStart("--upstream needs --model NAME and --traces DIR")
+    if options.live and options.token_in:
+        raise CannotStart("--live and --token-in exclude each other: the token routes do not stream messages")
     if options.scripts is not None:
         raise CannotStart("--scripts is for the scripted policies: leave it or --upstream away")
     if not is_base_url(options.upstream):

@@ -26,6 +26,7 @@ from gateway.store import AttemptLog, Redactor, Store, StoreError, log_path, rea
 
 if TYPE_CHECKING:
     from gateway.calls import Exchange
+    from gateway.token_in import Replies
 
 ID_CHARACTERS = 512
 KEY_SECONDS = 7 * 24 * 3600.0
@@ -88,6 +89,8 @@ class Attempt:
     reported: set[tuple[str, str, str]] = field(default_factory=set)
     """Transforms that an earlier call of the attempt has recorded: like messages, they are kept as a delta."""
     exchanges: list[Exchange] = field(default_factory=list)
+    replies: Replies | None = None
+    """What a prompt of stored ids can go on from; None until token_in.py asks."""
     stored: dict[tuple[str, str], CallRecord] = field(default_factory=dict)
     """Replies of an earlier life of the gateway that were not delivered, by dialect and digest."""
 

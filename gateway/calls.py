@@ -22,10 +22,11 @@ from gateway.attempts import Attempt, Attempts, closed_refusal
 from gateway.call import Call, Refused, Reply, Request, Tool, ToolCall, Usage
 from gateway.conversion import Conversion, Original
 from gateway.dialects.events import Events
-from gateway.engine import Answer, Engine, Overflow
+from gateway.engine import UNNAMED, Answer, Engine, Overflow
 from gateway.prompt import Policy, Prompt, prompt
 from gateway.record import CallRecord, Delta, Doc, Finding, VersionSegment, measured_findings
 from gateway.streaming import Feed, follow
+from gateway.token_in import TokenIn, Turn
 from gateway.weights import Weights
 
 STOP_TEXT = "Step budget exhausted; stopping."
@@ -106,9 +107,17 @@ class Calls:
     """Begins, resumes and ends exchanges."""
 
     def __init__(
-        self, engine: Engine, attempts: Attempts, weights: Weights, policy: Policy, grace_s: float, live: bool = False
+        self,
+        engine: Engine,
+        attempts: Attempts,
+        weights: Weights,
+        policy: Policy,
+        grace_s: float,
+        live: bool = False,
+        token_in: TokenIn | None = None,
     ) -> None:
         self.engine = engine
+        self.token_in = token_in
         self.attempts = attempts
         self.weights = weights
         self.policy = policy
@@ -255,37 +264,38 @@ class Calls:
     async def ask(self, exchange: Exchange, asked: Prompt) -> tuple[Answer, str | None]:
         """(the engine's answer, the version of the weights before it)."""
         attempt = exchange.attempt
-        await self.check_context(attempt, asked)
+        engine = self.token_in.turn(attempt, exchange.record, asked) if self.token_in else self.engine
+        await self.check_context(engine, attempt, asked)
         limits = [limit for limit in (asked.applied.get("max_completion_tokens"), attempt.sampled_left()) if limit]
         asked = asked.limited(min(limits, default=None))
         async with self.weights.generating():
             before = await self.weights.version()
             exchange.known["t_engine_start"] = time.monotonic()
             try:
-                answer = await self.answer(exchange, asked)
+                answer = await self.answer(engine, exchange, asked)
             except Overflow:
                 if "max_completion_tokens" not in asked.applied:
                     raise
                 # Engines refuse prompt + limit beyond their context. Without a limit they stop at the context, which
                 # is then below the limit; a prompt that is too long by itself is refused again.
                 asked = asked.limited(None)
-                answer = await self.answer(exchange, asked)
+                answer = await self.answer(engine, exchange, asked)
         exchange.known |= {"t_engine_end": time.monotonic(), "sampling_applied": asked.applied}
         return answer, before
 
-    async def answer(self, exchange: Exchange, asked: Prompt) -> Answer:
+    async def answer(self, engine: Engine | Turn, exchange: Exchange, asked: Prompt) -> Answer:
         feed, request = exchange.feed, exchange.request
         if feed is None:
-            return await self.engine.chat(asked.body())
+            return await engine.chat(asked.body())
 
         async def count() -> int:
             return await self.engine.count(asked.messages, asked.tools) if exchange.dialect.Stream.COUNTS_FIRST else 0
 
         return await follow(self.engine, asked.body(), request.offered, feed, count)
 
-    async def check_context(self, attempt: Attempt, asked: Prompt) -> None:
+    async def check_context(self, engine: Engine | Turn, attempt: Attempt, asked: Prompt) -> None:
         most = attempt.budgets.max_context
-        if most is not None and (found := await self.engine.count(asked.messages, asked.tools)) > most:
+        if most is not None and (found := await engine.count(asked.messages, asked.tools)) > most:
             text = f"maximum context length is {most:g} tokens, and the prompt has {found}: prompt is too long"
             raise Overflow(400, f"{text}: {found} tokens > {most:g} maximum", "context_length_exceeded")
 
@@ -308,6 +318,7 @@ class Calls:
             version_segments=segments,
             version_exact=exact,
             findings=[*exchange.record.findings, *answer.findings, *found],
+            transforms=[*exchange.record.transforms, *answer.transforms],
         )
         reply = reply_of(answer.message, answer.finish_reason, answer.stop_reason, exchange.request)
         call = exchange.call(reply, answer.usage)
@@ -386,8 +397,9 @@ def reply_of(message: Mapping[str, Any], finish_reason: str | None, stop_reason:
 
 def versions(answer: Answer, before: str | None, after: str | None) -> tuple[list[VersionSegment], bool]:
     """(segments over S, exact). Half-open; without any report there is none."""
-    if answer.spans is not None:
-        return answer.spans, True
+    spans = answer.spans
+    if spans is not None and (before is None or any(span["version"] != UNNAMED for span in spans)):
+        return spans, True
     if before is None or after is None:
         return [], False
     version = before if before == after else f"{before}..{after}"

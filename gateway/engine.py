@@ -50,6 +50,8 @@ CAPTURE: Doc = {
 """What vLLM is asked for. An older server ignores what it does not know: only the reply proves a feature."""
 CAPTURES: Mapping[str, Doc] = {"tokens": CAPTURE, "logprobs": {"logprobs": True}, "text": {}}
 
+UNNAMED = "default"
+"""What vLLM calls the version of weights that nobody has named."""
 OVERFLOW = re.compile(
     r"context.?(length|window|size)|maximum (model|context|sequence)|max_model_len|too (long|many tokens)"
 )
@@ -94,6 +96,8 @@ class Answer:
     spans: list[VersionSegment] | None
     parse_ok: bool
     findings: list[Finding] = field(default_factory=list)
+    transforms: list[Doc] = field(default_factory=list)
+    """What was changed on the way to the engine after the conversion of the request."""
 
 
 class Engine:

@@ -9,6 +9,7 @@ Not probed: what a server does under load.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from gateway.agreement import difference, faults
@@ -30,8 +31,10 @@ from gateway.streaming import streamed
 
 Doc = dict[str, Any]
 
-VERSION_PATHS = ("/get_weight_version", "/get_model_info")
-"""Where servers tell the version of their weights (SGLang does)."""
+VERSION_PATHS = ("/get_weight_version", "/get_model_info", "/weight_info")
+"""Where servers tell the version of their weights: SGLang, and vLLM with VLLM_SERVER_DEV_MODE=1."""
+COMPARED = 5
+"""Likeliest tokens asked for, so that two requests have some in common whatever they sample."""
 TOLERANCE = 0.05
 """Of the ratio between two gaps of log probabilities, which is 2 or 1."""
 STREAMED_TOKENS = 64
@@ -153,22 +156,25 @@ async def missing(engine: Engine, level: str, answer: Answer, processed: bool | 
 
 
 async def is_processed(engine: Engine) -> bool | None:
-    """Twice the temperature halves the gap between the two likeliest tokens, unless the values are raw."""
-    cold, warm = [await first_gap(engine, temperature) for temperature in (1.0, 2.0)]
-    if not cold or not warm:
+    """Twice the temperature halves the gap between two tokens, unless the values are raw."""
+    cold, warm = [await first_logprobs(engine, temperature) for temperature in (1.0, 2.0)]
+    both = sorted(cold.keys() & warm.keys(), key=lambda token: cold[token])
+    if len(both) < 2 or warm[both[0]] == warm[both[-1]]:
         return None
-    ratio = cold / warm
+    ratio = (cold[both[-1]] - cold[both[0]]) / (warm[both[-1]] - warm[both[0]])
     return True if abs(ratio - 2) < 2 * TOLERANCE else False if abs(ratio - 1) < TOLERANCE else None
 
 
-async def first_gap(engine: Engine, temperature: float) -> float | None:
-    members = {"temperature": temperature, "logprobs": True, "top_logprobs": 2, "max_completion_tokens": 1}
+async def first_logprobs(engine: Engine, temperature: float) -> dict[str, float]:
+    """Of a few tokens in the first place, the likeliest among them: vLLM puts the sampled one before them."""
+    members = {"temperature": temperature, "logprobs": True, "top_logprobs": COMPARED, "max_completion_tokens": 1}
     try:
         choice = (await post(engine, request(engine, [USER], **members)))["choices"][0]
-        one, other = (float(top["logprob"]) for top in choice["logprobs"]["content"][0]["top_logprobs"][:2])
+        found = [(str(top["token"]), float(top["logprob"])) for top in choice["logprobs"]["content"][0]["top_logprobs"]]
     except (Refused, KeyError, IndexError, TypeError, ValueError):
-        return None
-    return abs(one - other)
+        return {}
+    seen = Counter(token for token, _ in found)
+    return {token: logprob for token, logprob in found if seen[token] == 1}
 
 
 async def echo(engine: Engine, first: Answer) -> str:

@@ -170,6 +170,22 @@ def whole(calls: Mapping[str, CallRecord], call_id: str, name: str) -> list[Any]
     return [element for part in reversed(parts) for element in part]
 
 
+def stored_ids(calls: Mapping[str, CallRecord], call_id: str) -> list[int]:
+    """P + S of a call, put together from the deltas that lead to it; empty where P is missing."""
+    parts: list[Sequence[int]] = []
+    following: str | None = call_id
+    wanted: int | None = None
+    while following is not None:
+        call = calls[following]
+        if call.prompt_ids is None:
+            return []
+        delta, own = call.prompt_ids, [*call.prompt_ids.tail, *(call.sampled_ids or ())]
+        parts.append(own if wanted is None else own[: max(wanted - delta.keep, 0)])
+        wanted = delta.keep if wanted is None else min(wanted, delta.keep)
+        following = delta.base_call
+    return [one for part in reversed(parts) for one in part]
+
+
 MEMBERS = {one.name for one in fields(CallRecord)}
 ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 ATTEMPT = re.compile(r"(.+)~([1-9][0-9]{0,8})", re.DOTALL)

@@ -21,10 +21,14 @@ from gateway.prompt import Policy
 from gateway.recording import RecordingGateway
 from gateway.server import application, serve
 from gateway.store import Store
+from gateway.token_in import TokenIn, Unavailable
 from gateway.weights import Weights
 
 DISK_THREADS = 32
 """Calls that wait for the disk at a time."""
+
+
+NEEDS = "needs an engine that renders, generates from ids and derenders (vllm serve --enable-scale-out)"
 
 
 class RunFailed(Exception):
@@ -45,12 +49,14 @@ class Run:
         engine = Engine(options.upstream, options.model, self.upstream_key)
         try:
             purpose = await self.probed(engine)
+            token_in = await self.token_in(engine)
             store = opened(options)
             raise_file_limit()
             with ThreadPoolExecutor(DISK_THREADS, "disk") as disk:
                 attempts = Attempts(store, self.key, secrets, purpose, budgets(options), disk)
                 policy = Policy(options.temperature, options.template_kwargs, tuple(options.omit_tool))
-                calls = Calls(engine, attempts, Weights(engine), policy, options.retry_grace, options.live)
+                weights, grace, live = Weights(engine), options.retry_grace, options.live
+                calls = Calls(engine, attempts, weights, policy, grace, live, token_in)
                 served = application(RecordingGateway(engine, attempts, calls))
                 controlled = Control(calls, attempts, self.admin_key, self.url).application()
                 # What is loaded by now stays. A full collection that looks at it would hold up every call in flight.
@@ -77,6 +83,18 @@ class Run:
             found = next(line for line in engine.capabilities.lines if line.startswith("the streamed form"))
             raise RunFailed(f"--live would record other tokens than the engine sampled: {found}. Leave it away")
         return purpose
+
+    async def token_in(self, engine: Engine) -> TokenIn | None:
+        """The engine's token routes, if they were asked for."""
+        if not self.options.token_in:
+            return None
+        routes = TokenIn(engine)
+        try:
+            told = await routes.probe(self.options.template_kwargs)
+        except Unavailable as reason:
+            raise RunFailed(f"--token-in {NEEDS}, but of this one: {reason}") from None
+        print(f"gateway: engine {engine.model}: {told}", file=sys.stderr)
+        return routes
 
 
 def opened(options: argparse.Namespace) -> Store:

@@ -3,6 +3,8 @@
 Its tokenizer is byte-level with two special tokens, its template is ChatML with Hermes tool calls, its sampler follows
 `script`, and its log probabilities are a fixed function of the prefix, divided by the temperature. So everything that
 the gateway records can be computed again from what is here: `Engine.served` is the engine's own log.
+
+The token routes (render, generate, derender) have the shapes of vLLM 0.32: tests/test_vllm.py asks the real one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import uvicorn
@@ -35,6 +37,8 @@ NAMES = {START: "<|im_start|>", END: "<|im_end|>", WIDE: "x" * (1 << 20)}
 """What they decode to. The wide one makes a reply of many megabytes from a few tokens."""
 SPEED = 500
 """Tokens in a second, where a call is told not to end by itself."""
+HOLLOW = "<think>\n\n</think>\n\n"
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 
 
@@ -48,6 +52,12 @@ def encode(text: str) -> list[int]:
 def decode(ids: list[int]) -> str:
     data = b"".join(NAMES[one].encode() if one in NAMES else bytes([one]) for one in ids)
     return data.decode("utf-8", "replace")
+
+
+def forgotten(message: Doc) -> Any:
+    """The text of a message without the reasoning in it."""
+    text = message.get("content")
+    return text.rpartition("</think>")[2] if text and message["role"] == "assistant" else text
 
 
 def call_text(name: str, **arguments: Any) -> str:
@@ -65,12 +75,13 @@ class Served:
     sampled_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     version: str = ""
+    route: str = "chat"
     cancelled: bool = False
     ended: bool = False
     """A stream that was sent to its end."""
 
 
-Script = Callable[[Doc], str]
+Script = Callable[[Doc], str | list[int]]
 
 
 def talk(body: Doc) -> str:
@@ -83,7 +94,7 @@ class Engine:
 
     url: str = ""
     script: Script = talk
-    """The reply to a request body, as text of the model, tool calls included."""
+    """The reply to a request body, as text of the model, tool calls included, or as ids."""
     faults: deque[str] = field(default_factory=deque)
     """For the next calls, one each: a status, `page`, or `` for none.
 
@@ -112,6 +123,20 @@ class Engine:
     deaf: bool = False
     """Generates on for clients that hung up."""
     working: int = 0
+    forgets: bool = False
+    """Reasoning from before the last user message is not rendered."""
+    opening: str = ""
+    """What the template writes where a reply is due, and not where it stands in the history."""
+    forgets_text: bool = False
+    """Reasoning that was left in the text of a reply is rendered only while it stands last."""
+    hollow: bool = False
+    """A reply that stands last gets empty reasoning, as from Qwen3's template."""
+    ends_alike: bool = True
+    """Else the template closes a reply that holds tool calls in another way."""
+    scale_out: bool = True
+    """The token routes are open."""
+    broken: str = ""
+    """The token route that answers 500."""
     max_model_len: int = 1 << 20
     version: str | None = None
     """Of the weights; told at /get_weight_version when it is not None."""
@@ -127,6 +152,8 @@ class Engine:
     during: Callable[[], None] = lambda: None
     """Run in the middle of a call."""
     served: list[Served] = field(default_factory=list)
+    rendered: dict[str, Doc] = field(default_factory=dict)
+    """Chat requests by the id that they were rendered under: the script answers them."""
 
     stop: Callable[[], None] = lambda: None
     """End the server."""
@@ -147,12 +174,23 @@ class Engine:
     decode = staticmethod(decode)
 
     def served_of(self, body: Doc) -> Served:
-        prompt = self.encode(self.render(body["messages"], body.get("tools") or []))
-        return Served(body, prompt, version=self.version or "")
+        return Served(body, self.encode(self.render(body)), version=self.version or "")
 
-    def render(self, messages: list[Doc], tools: list[Doc]) -> str:
+    def render(self, body: Doc) -> str:
+        messages, tools = body["messages"], body.get("tools")
+        if self.forgets:
+            last = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=0)
+            messages = [{**message, "reasoning": None} for message in messages[:last]] + messages[last:]
+        if self.hollow and messages[-1]["role"] == "assistant" and not messages[-1].get("reasoning"):
+            messages = [*messages[:-1], {**messages[-1], "content": f"{HOLLOW}{messages[-1].get('content') or ''}"}]
+        if self.forgets_text:
+            messages = [{**message, "content": forgotten(message)} for message in messages[:-1]] + messages[-1:]
         head = f"<|im_start|>tools\n{json.dumps(tools)}<|im_end|>\n" if tools else ""
-        return head + "".join(map(self.turn, messages)) + "<|im_start|>assistant\n"
+        text = head + "".join(map(self.turn, messages))
+        if body.get("continue_final_message"):
+            return text.removesuffix("<|im_end|>\n")
+        due = f"<|im_start|>assistant\n{self.opening}"
+        return text + (due if body.get("add_generation_prompt", True) else "")
 
     def turn(self, message: Doc) -> str:
         text = str(message.get("content") or "")
@@ -164,6 +202,8 @@ class Engine:
             arguments = json.loads(called["function"]["arguments"])
             spelled = call_text(called["function"]["name"], **arguments)
             text += spelled.replace('": ', '":') if self.drift else spelled
+        if message.get("tool_calls") and not self.ends_alike:
+            return f"<|im_start|>{message['role']}\n{text}<|im_end|>"
         return f"<|im_start|>{message['role']}\n{text}<|im_end|>\n"
 
     def refusal(self, body: Doc) -> str | None:
@@ -185,7 +225,8 @@ class Engine:
         """Fill S and L; the finish reason."""
         asked = served.body.get("max_completion_tokens") or served.body.get("max_tokens")
         room = self.max_model_len - len(served.prompt_ids)
-        ids = [*self.encode(self.script(served.body)), END]
+        said = self.script(served.body)
+        ids = [*(self.encode(said) if isinstance(said, str) else said), END]
         limit = min(room, asked or room)
         reason = "length" if len(ids) > limit else "stop"
         served.sampled_ids = ids[:limit]
@@ -204,8 +245,8 @@ class Engine:
     def completion(self, served: Served, reason: str) -> Doc:
         body, ids = served.body, served.sampled_ids
         message = self.message(served, reason)
-        if message.get("tool_calls") and reason == "stop":
-            reason = "tool_calls"
+        if message.get("tool_calls"):
+            reason = "tool_calls"  # as vLLM says also where the limit came right after them
         choice: Doc = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": None}
         usage = {"prompt_tokens": len(served.prompt_ids), "completion_tokens": len(ids)}
         value = {"id": "chatcmpl-0", "object": "chat.completion", "created": 1, "model": MODEL, "choices": [choice]}
@@ -268,6 +309,9 @@ class Engine:
         served = self.served_of(body)
         if (too_long := self.overflow(served)) is not None:
             return error(400, too_long)
+        return await self.answered(http, served, self.completion)
+
+    async def answered(self, http: Request, served: Served, shape: Callable[[Served, str], Doc]) -> Response:
         self.served.append(served)
         fault = self.faults.popleft() if self.faults else ""
         if fault.isdigit():
@@ -281,8 +325,8 @@ class Engine:
                 return Response(status_code=499)
         finally:
             self.working -= 1
-        value = self.completion(served, self.sample(served))
-        if not body.get("stream"):
+        value = shape(served, self.sample(served))
+        if not served.body.get("stream"):
             await asyncio.sleep(self.token_seconds * len(served.sampled_ids))
             return JSONResponse(value)
         return StreamingResponse(self.stream(served, value, fault), media_type="text/event-stream")
@@ -366,6 +410,79 @@ class Engine:
         text = f'# TYPE {name} gauge\n{name}{{engine="0",model_name="{MODEL}"}} {float(self.working)}\n'
         return Response(text, media_type="text/plain")
 
+    def closed(self, route: str) -> Response | None:
+        if not self.scale_out:
+            told = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            return error(403, told)
+        return error(500, f"{route} is broken") if self.broken == route else None
+
+    async def to_ids(self, http: Request) -> Response:
+        """/v1/chat/completions/render"""
+        body = json.loads(await http.body())
+        if (refused := self.closed("render")) is not None:
+            return refused
+        ids = self.served_of(body).prompt_ids
+        if (problem := self.refusal(body) or self.overflow(Served({}, ids))) is not None:
+            return error(400, problem)
+        request_id = f"chatcmpl-{len(self.rendered):016x}"
+        self.rendered[request_id] = body
+        asked = body.get("max_completion_tokens") or body.get("max_tokens")
+        room = self.max_model_len - len(ids)
+        sampling = {name: body[name] for name in SAMPLING if name in body}
+        sampling |= {"max_tokens": min(asked or room, room), "stop": body.get("stop") or []}
+        sampling |= {"logprobs": body.get("top_logprobs", 0)} if body.get("logprobs") else {}
+        made = {"request_id": request_id, "token_ids": ids, "sampling_params": sampling, "model": body["model"]}
+        return JSONResponse(
+            {**made, "features": None, "return_token_ids": None, "output_mode": "tokens", "stream": False}
+        )
+
+    async def generate(self, http: Request) -> Response:
+        """/inference/v1/generate"""
+        asked = json.loads(await http.body())
+        if (refused := self.closed("generate")) is not None:
+            return refused
+        sampling, ids = asked["sampling_params"], asked["token_ids"]
+        if len(ids) >= self.max_model_len:
+            told = f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of "
+            return error(400, f"{told}{self.max_model_len}.")
+        body = self.rendered[asked["request_id"]]
+        kept = {name: value for name, value in body.items() if not name.startswith("max_")}
+        kept |= {"return_token_ids": asked["return_token_ids"], "temperature": sampling.get("temperature")}
+        kept |= {"max_completion_tokens": sampling["max_tokens"]} if "max_tokens" in sampling else {}
+        return await self.answered(
+            http, replace(self.served_of(kept), prompt_ids=ids, route="generate"), self.generated
+        )
+
+    def generated(self, served: Served, reason: str) -> Doc:
+        value = self.completion(served, reason)
+        (chosen,) = value["choices"]
+        spans = self.spans or [{"version": self.version or "default", "start": 0, "end": len(served.sampled_ids)}]
+        choice: Doc = {"index": 0, "finish_reason": reason, "stop_reason": None, "weight_versions": spans}
+        choice |= {"token_ids": served.sampled_ids, "logprobs": chosen["logprobs"]}
+        if choice["logprobs"]:
+            pairs = zip(served.sampled_ids, choice["logprobs"]["content"], strict=False)
+            content = [{"token_id": at, "logprob": one["logprob"], "rank": 1, "top_logprobs": []} for at, one in pairs]
+            choice["logprobs"] = {"content": content}
+        ids = value.get("prompt_token_ids")
+        return {
+            "request_id": "generate-tokens-0",
+            "choices": [choice],
+            "prompt_token_ids": ids,
+            "usage": value["usage"],
+        }
+
+    async def to_message(self, http: Request) -> Response:
+        """/v1/chat/completions/derender: it decodes every id it is given, the end of a reply too."""
+        asked = json.loads(await http.body())
+        if (refused := self.closed("derender")) is not None:
+            return refused
+        (choice,) = asked["generate_response"]["choices"]
+        if not choice["token_ids"]:
+            return error(400, "choice 0 has empty or null token_ids")
+        message = self.parse(self.decode(choice["token_ids"]), bool(asked["chat_request"].get("tools")))
+        made = {"index": 0, "message": message, "logprobs": None, "finish_reason": choice["finish_reason"]}
+        return JSONResponse({"id": "generate-tokens-0", "object": "chat.completion", "choices": [made]})
+
     async def tokenize(self, http: Request) -> Response:
         body = json.loads(await http.body())
         ids = self.served_of(body).prompt_ids
@@ -380,6 +497,9 @@ class Engine:
     def application(self) -> Starlette:
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/chat/completions/render", self.to_ids, methods=["POST"]),
+            Route("/inference/v1/generate", self.generate, methods=["POST"]),
+            Route("/v1/chat/completions/derender", self.to_message, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/get_weight_version", self.weight_version),
             Route("/metrics", self.told_metrics),

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 
 from gateway import store
 from gateway.graph import build
-from gateway.record import CallRecord, Delta, attempt_of
+from gateway.record import CallRecord, Delta, attempt_of, stored_ids
 from gateway.store import StaleSnapshot, Store, StoreError, log_path, read, traces
 
 SECRET = "sk-live/abc+def=ghi"
@@ -96,9 +96,9 @@ def test_any_forest_of_calls_is_read_back_also_after_reopening(records: list[Cal
             log.close()
         trace = read(log.path)
         graph = build(replace(call, state="delivered") for call in trace.calls.values())
-        assert [graph.ids(one.call_id) for one in records] == [
-            [*(one.prompt_ids or Delta([])).tail, *(one.sampled_ids or ())] for one in records
-        ]
+        expected = [[*(one.prompt_ids or Delta([])).tail, *(one.sampled_ids or ())] for one in records]
+        assert [graph.ids(one.call_id) for one in records] == expected
+        assert [stored_ids(trace.calls, one.call_id) for one in records] == expected
 
 
 @pytest.mark.parametrize(

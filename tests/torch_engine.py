@@ -147,7 +147,7 @@ class TorchEngine(Engine):
         return text
 
     def served_of(self, body: Doc) -> Drawn:
-        return Drawn(body, self.encode(self.render(body["messages"], body.get("tools") or [])))
+        return Drawn(body, self.encode(self.render(body)))
 
     def turn(self, message: Doc) -> str:
         spelled = [called for called in message.get("tool_calls") or () if not called["id"].startswith(PICKED)]
