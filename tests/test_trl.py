@@ -209,10 +209,12 @@ def test_another_temperature_than_the_trainers_is_refused(talking: Setting, tmp_
 
 
 BATCH = """
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from gateway.trl import Rollouts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell ignores it
 tasks, traces, runs = map(Path, sys.argv[1:])
 rollouts = Rollouts(tasks, traces, "tiny", runs=runs)
 rollouts(rollouts.prompts(), SimpleNamespace(args=SimpleNamespace(temperature=0.7)))
