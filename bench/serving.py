@@ -37,6 +37,7 @@ import httpx
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 6
+ANSWER_SECONDS = 60
 IN_FLIGHT = (1, 64)
 DEEP_TURNS = 100
 DEEP_TOKENS = 92_000  # the engine's tokens are bytes
@@ -176,7 +177,8 @@ async def measure(
     numbers = iter(range(calls))
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     # Connections that the servers would close soon are not used again.
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2)) as client:
+    connector, patience = aiohttp.TCPConnector(limit=0, keepalive_timeout=2), aiohttp.ClientTimeout(ANSWER_SECONDS)
+    async with aiohttp.ClientSession(connector=connector, timeout=patience) as client:
 
         async def worker(name: int) -> None:
             own = f"{url.replace('{rollout_id}', f'rollout-{name}')}/chat/completions"
@@ -200,12 +202,21 @@ def p95(times: list[float]) -> float:
 def compare(servers: dict[str, tuple[str, str]], stream: bool, in_flight: int, calls: int, deep: bool = False) -> None:
     """One block of the table."""
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in servers}
+    lost: list[str] = []
     for number in range(ROUNDS + 1):
         for name, (url, key) in servers.items():
-            times, rate = asyncio.run(measure(url, key, stream, in_flight, calls // ROUNDS, deep))
+            try:
+                times, rate = asyncio.run(measure(url, key, stream, in_flight, calls // ROUNDS, deep))
+            except asyncio.TimeoutError:
+                print(f"\n{name} left a call unanswered for {ANSWER_SECONDS} s: left out from here on", flush=True)
+                lost.append(name)
+                continue
             if number:  # the first round warms up
                 found[name][0].extend(times)
                 found[name][1].append(rate)
+        for name in lost:
+            servers.pop(name, None)
+            found.pop(name, None)
     print(f"\n{'streamed' if stream else 'unary'}, {in_flight} in flight{', deep' if deep else ''}")
     base, passing = (statistics.median(found[name][0]) for name in ("engine", "pass-through"))
     for name, (times, rates) in found.items():
