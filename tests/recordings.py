@@ -180,9 +180,9 @@ def save(cli: str, lines: list[Line]) -> None:
         rest = {name: value for name, value in line.body.items() if name not in long}
         written.append(json.dumps({**vars(line), "body": rest, "parts": refs}, ensure_ascii=False))
     text = "\n".join(re.sub(r"(.{1,8}?)\1{49,}", shorter, one) for one in written) + "\n"
-    home, user, host = (re.escape(one) for one in (f"{Path.home()}/", f"{getpass.getuser()}@", socket.gethostname()))
-    for secret in (home, user, host, "/work/", "/tmp/tmp", "Bearer"):
-        if found := re.search(secret, text):
+    places = (f"{Path.home()}/", f"{ROOT}/", f"{sys.prefix}/", f"{tempfile.gettempdir()}/tmp")
+    for secret in (*places, f"{getpass.getuser()}@", socket.gethostname(), "Bearer"):
+        if found := re.search(re.escape(secret), text):
             raise AssertionError(f"{cli}: the recording holds {text[found.start() - 150 : found.end() + 150]!r}")
     FOLDER.mkdir(exist_ok=True)
     path_of(cli).write_text(text)
